@@ -1,0 +1,47 @@
+"""Midtread: quantization for JAX.
+
+The name is the textbook quantizer whose staircase has a flat tread at zero: zero stays
+zero. The tour, from the inside out:
+
+    Format, FORMATS     every number system we know, one row each
+    Spec                how one array is quantized: format, sharing, calibration, rounding
+    QArray              codes and what they are codes of; quantize, dequantize
+    dot_general ...     JAX's contractions, taking QArrays where JAX takes arrays
+    Recipe, recipe      the six operands of a training step; named recipes
+    learn(recipe)       the same contractions, quantized while training
+
+>>> import jax.numpy as jnp, midtread as mt
+>>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
+>>> mt.dot(jnp.ones((2, 256)), w).shape
+(2, 64)
+"""
+
+from midtread.numerics.calibration import AmaxHistory as AmaxHistory
+from midtread.numerics.calibration import Average as Average
+from midtread.numerics.formats import FORMATS as FORMATS
+from midtread.numerics.formats import Format as Format
+from midtread.numerics.formats import as_format as as_format
+from midtread.numerics.qarray import QArray as QArray
+from midtread.numerics.qarray import dequantize as dequantize
+from midtread.numerics.qarray import quantize as quantize
+from midtread.numerics.sparsity import Sparsity as Sparsity
+from midtread.numerics.spec import Spec as Spec
+from midtread.ops.api import conv_general_dilated as conv_general_dilated
+from midtread.ops.api import dot as dot
+from midtread.ops.api import dot_general as dot_general
+from midtread.ops.api import einsum as einsum
+from midtread.ops.api import learn as learn
+from midtread.ops.api import ragged_dot as ragged_dot
+from midtread.ops.api import ragged_dot_general as ragged_dot_general
+from midtread.ops.recipe import REUSE as REUSE
+from midtread.ops.recipe import Dlhs as Dlhs
+from midtread.ops.recipe import Drhs as Drhs
+from midtread.ops.recipe import Fwd as Fwd
+from midtread.ops.recipe import Recipe as Recipe
+from midtread.ops.recipe import blocks as blocks
+from midtread.ops.recipe import per_channel as per_channel
+from midtread.ops.recipe import per_tensor as per_tensor
+from midtread.ops.recipe import recipe as recipe
+from midtread.ops.training import Ranges as Ranges
+
+__version__ = "0.1.0"

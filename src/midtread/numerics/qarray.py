@@ -1,0 +1,355 @@
+"""QArray: codes, and what they are codes of.
+
+    x  ~  (value(qvalue) - zero_point) * scale        [* global_scale] [* pre_scale]
+
+`scale` has the rank of `qvalue`, and each of its extents divides qvalue's: a scale of
+extent N/t stands for t neighbours. Per tensor, per channel, sub-channel and 2-D blocks
+are this one rule, and views, sharding and matmuls follow from it. `zero_point` has its
+own extents under the same rule.
+
+Optional parts, None unless asked for:
+    global_scale    second level of an nvfp4 array whose `scale` is kept in e4m3
+    pre_scale       factors along summed axes that the other operand of a matmul is
+                    multiplied by before it is quantized (SmoothQuant, AWQ)
+    logical         extents before padding to whole tiles; None on axes never padded.
+                    Counted from the right, so that leading axes may come and go (scan)
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from midtread.numerics import formats, rounding, views
+from midtread.numerics.calibration import Range, fixed_range, measure
+from midtread.numerics.scales import compute_scales
+from midtread.numerics.spec import Spec, is_wide
+
+_PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=list(_PARTS),
+    meta_fields=["qtype", "logical"],
+)
+@dataclasses.dataclass(frozen=True)
+class QArray:
+    """A quantized array. See the module's first lines for what the fields mean."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: Any = None
+    global_scale: Any = None
+    pre_scale: Any = None
+    logical: tuple[int | None, ...] | None = None
+
+    def __post_init__(self):
+        if self.qtype is None and hasattr(self.qvalue, "dtype"):
+            object.__setattr__(self, "qtype", self.qvalue.dtype)
+        elif self.qtype is not None:
+            object.__setattr__(self, "qtype", formats.as_format(self.qtype).qtype)
+
+    # What it looks like from outside: an array of the scale's dtype.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        held = tuple(self.qvalue.shape)
+        if self.logical is None:
+            return held
+        known = (None,) * len(held) + self.logical
+        return tuple(
+            k if k is not None else n for n, k in zip(held, known[-len(held) :])
+        )
+
+    @property
+    def ndim(self) -> int:
+        return self.qvalue.ndim
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self):
+        return self.scale.dtype if is_wide(self.scale.dtype) else jnp.dtype("float32")
+
+    @property
+    def format(self) -> formats.Format:
+        return formats.as_format(self.qtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory, as this backend holds them."""
+        return sum(_held_bytes(part) for part in jax.tree.leaves(self))
+
+    @property
+    def scale_tile_shape(self) -> tuple[int, ...]:
+        return tuple(n // s for n, s in zip(self.qvalue.shape, self.scale.shape))
+
+    @property
+    def zero_point_tile_shape(self) -> tuple[int, ...] | None:
+        if self.zero_point is None:
+            return None
+        return tuple(n // s for n, s in zip(self.qvalue.shape, self.zero_point.shape))
+
+    def replace(self, **changes) -> "QArray":
+        return dataclasses.replace(self, **changes)
+
+    def astype(self, dtype) -> "QArray":
+        """The same codes under a scale of another dtype."""
+        return self.replace(scale=self.scale.astype(dtype))
+
+    def map(self, fn: Callable, **changes) -> "QArray":
+        """`fn` applied to every array part."""
+        parts = {name: getattr(self, name) for name in _PARTS}
+        parts = {k: fn(v) for k, v in parts.items() if v is not None}
+        return self.replace(**parts, **changes)
+
+    # Views: the same elements, differently arranged.
+    def transpose(self, *axes) -> "QArray":
+        return views.transpose(self, axes)
+
+    def swapaxes(self, axis1: int, axis2: int) -> "QArray":
+        axes = list(range(self.ndim))
+        axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
+        return views.transpose(self, axes)
+
+    T = property(lambda self: self.transpose())
+    mT = property(lambda self: self.swapaxes(-1, -2))
+
+    def reshape(self, *shape) -> "QArray":
+        return views.reshape(self, shape)
+
+    def __getitem__(self, index) -> "QArray":
+        return views.take(self, index)
+
+    def shardings(self, sharding: jax.sharding.NamedSharding) -> "QArray":
+        """The NamedSharding of each part when the values have `sharding`: a scale is cut
+        along with its values where its extent allows, and whole elsewhere."""
+        return self.map(lambda part: views.part_sharding(sharding, part.shape))
+
+    def __repr__(self) -> str:
+        if not isinstance(
+            self.qvalue, jax.Array
+        ):  # abstract, or somebody's placeholder
+            shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            body = ", ".join(f"{k}={v!r}" for k, v in shown.items() if v is not None)
+            return f"QArray({body})"
+        tile = "x".join(str(t) for t in self.scale_tile_shape if t != 1)
+        per = f"/{tile}" if views.tiled_axes(self) else ""
+        size = (
+            f" {_megabytes(self)}"
+            if not isinstance(self.qvalue, jax.core.Tracer)
+            else ""
+        )
+        return f"QArray({self.format.name}{per} {list(self.shape)}{size})"
+
+
+def _held_bytes(part: Any) -> int:
+    if isinstance(part, jax.Array) and not isinstance(part, jax.core.Tracer):
+        if formats.dtype_bits(part.dtype) < 8:
+            return part.on_device_size_in_bytes()
+        return part.nbytes
+    return math.ceil(math.prod(part.shape) * formats.stored_bits(part.dtype) / 8)
+
+
+def _megabytes(q: QArray) -> str:
+    was = q.size * q.dtype.itemsize
+    unit, name = (1e6, "MB") if was >= 1e5 else (1e3, "kB")
+    return f"{q.nbytes / unit:.1f} {name} (was {was / unit:.1f})"
+
+
+def validate(q: QArray) -> None:
+    """Raises ValueError if the parts do not belong together; placeholders pass."""
+    if not isinstance(q.qvalue, jax.Array):
+        return
+    for name in ("scale", "zero_point", "global_scale", "pre_scale"):
+        part = getattr(q, name)
+        if part is None:
+            continue
+        if part.ndim != q.qvalue.ndim:
+            raise ValueError(
+                f"{name} {part.shape} should have the same rank as qvalue {q.qvalue.shape}."
+            )
+        if any(s == 0 or n % s for n, s in zip(q.qvalue.shape, part.shape) if n):
+            raise ValueError(
+                f"{name} {part.shape} should be broadcastable to qvalue {q.qvalue.shape}: "
+                "every extent must divide."
+            )
+    if q.qvalue.dtype != q.format.dtype:
+        raise ValueError(
+            f"{q.qvalue.dtype} is not a valid type for qvalue of {q.format.name}."
+        )
+    if not is_wide(q.scale.dtype) and q.scale.dtype not in (
+        jnp.float8_e8m0fnu,
+        jnp.float8_e4m3fn,
+    ):
+        raise ValueError(f"{q.scale.dtype} is not a valid type for scale.")
+    if q.zero_point is not None and q.zero_point.dtype != q.qvalue.dtype:
+        raise ValueError(
+            f"Zero point {q.zero_point.dtype} should have the same dtype as qvalue "
+            f"{q.qvalue.dtype}."
+        )
+
+
+# --- quantize and dequantize ------------------------------------------------------------------
+
+
+def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
+    """The range each scale should cover, in the scale's shape and x's dtype."""
+    _check_input(x)
+    if spec.method == "fixed":
+        return fixed_range(spec.calibration, x.ndim, x.dtype)
+    padded, counts = spec.layout(x.shape)
+    x = views.pad_to(x, padded)
+    if spec.method == "mse":
+        return {"absmax": _least_squares_window(x, spec, counts)}
+    split, axes = views.split(padded, counts)
+    seen = measure(x.reshape(split), axes, spec.calibration, spec.format.statistic)
+    return {k: v.reshape(counts) for k, v in seen.items()}
+
+
+def _least_squares_window(
+    x: jax.Array, spec: Spec, counts: tuple[int, ...]
+) -> jax.Array:
+    """Of n windows f * absmax, f = 1, (n-1)/n ..., the one that loses least, per tile."""
+    num = int(spec.calibration.args[0]) if spec.calibration.args else 32
+    split, axes = views.split(x.shape, counts)
+    absmax = jnp.max(jnp.abs(x.reshape(split)), axis=axes).reshape(counts)
+
+    def better(best, factor):
+        window, least = best
+        trial = absmax * factor.astype(absmax.dtype)
+        q = quantize_to_range(x, spec, {"absmax": trial})
+        error = jnp.square(x.astype(jnp.float32) - dequantize(q).astype(jnp.float32))
+        loss = jnp.sum(error.reshape(split), axis=axes).reshape(counts)
+        wins = loss < least
+        return (jnp.where(wins, trial, window), jnp.where(wins, loss, least)), None
+
+    start = (absmax, jnp.full(counts, jnp.inf, jnp.float32))
+    factors = jnp.arange(num, 0, -1, dtype=jnp.float32) / num
+    return jax.lax.scan(better, start, factors)[0][0]
+
+
+def quantize_to_range(
+    x: jax.Array, spec: Spec, range_: Range, key=None, site=(), origin=None
+) -> QArray:
+    """Quantize with a range found earlier: static, delayed, or `calibrate`'s."""
+    _check_input(x)
+    scales = compute_scales(range_, spec.format, spec.scale_rule)
+    padded = _whole_tiles(x.shape, spec, scales.scale.shape)
+    logical = None
+    if padded != x.shape:
+        logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
+    noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
+    scale = scales.scale.astype(x.dtype)
+    qvalue = _codes(views.pad_to(x, padded), scale, scales.zero_point, spec, noise)
+    q = QArray(qvalue, scale, scales.zero_point, spec.format.qtype, logical=logical)
+    return _store_scale(q, spec, scales.global_scale)
+
+
+def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
+    """`shape` padded where the scale has more than one tile on an axis."""
+    padded, _ = spec.layout(shape)
+    return tuple(p if s > 1 else n for n, p, s in zip(shape, padded, counts))
+
+
+def _codes(x, scale, zero_point, spec, noise):
+    # In float32 whatever x is: a bfloat16 quotient has too few bits to be rounded twice.
+    units = views.broadcast_with(
+        jnp.divide, x.astype(jnp.float32), scale.astype(jnp.float32)
+    )
+    if zero_point is not None:
+        units = views.broadcast_with(jnp.add, units, zero_point.astype(jnp.float32))
+    return rounding.encode(units, spec.format, spec.rounding, noise)
+
+
+def _store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
+    """The scale in the dtype asked for; in e4m3 the tensor level stands apart."""
+    if spec.scale_dtype is None:
+        return q
+    if spec.scale_dtype.name == "float8_e4m3fn":
+        block = (q.scale.astype(jnp.float32) / global_scale).astype(spec.scale_dtype)
+        return q.replace(scale=block, global_scale=global_scale)
+    return q.astype(spec.scale_dtype)
+
+
+def quantize_by_spec(
+    x: jax.Array, spec: Spec, key=None, site=(), origin=None
+) -> QArray:
+    """Calibrate, then quantize."""
+    return quantize_to_range(x, spec, calibrate(x, spec), key, site, origin)
+
+
+def quantize(
+    array: jax.Array,
+    qtype: Any,
+    *,
+    channelwise_axes=(),
+    tiled_axes=None,
+    calibration_method: str = "absmax",
+    scale_dtype=None,
+    rounding: str = "nearest",
+    scale_rule: str | None = None,
+    key=None,
+) -> QArray:
+    """Quantizes a float array.
+
+    x[i] ~ (qvalue[i] - zero_point) * scale, one scale per channel, tile or tensor.
+
+    >>> x = jnp.array([[0.9, -0.5, 0.1, 0.01]])
+    >>> quantize(x, "int8", channelwise_axes=[0]).qvalue.tolist()
+    [[127, -71, 14, 1]]
+
+    Args:
+        channelwise_axes: axes where each index has its own scale.
+        tiled_axes: {axis: t}, one scale per t neighbours; a float t is a fraction.
+        calibration_method: how the range is found, see `numerics/calibration.py`.
+        scale_dtype: of the stored scale, and so of the dequantized array.
+        rounding: 'nearest', or 'stochastic' with a `key`.
+    """
+    spec = Spec(
+        format=qtype,
+        channelwise_axes=tuple(channelwise_axes),
+        tiled_axes=tiled_axes or {},
+        calibration=calibration_method,
+        rounding=rounding,
+        scale_dtype=scale_dtype,
+        scale_rule=scale_rule,
+    )
+    return quantize_by_spec(array, spec, key)
+
+
+def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
+    """The float array that the codes stand for, in the scale's dtype or in `dtype`.
+
+    >>> q = quantize(jnp.array([1.0, 0.5]), "int4")
+    >>> dequantize(q).tolist()
+    [0.9333333969116211, 0.5333333611488342]
+    """
+    validate(array)
+    wide = jnp.promote_types(array.dtype, jnp.float32)
+    value = rounding.decode(array.qvalue, array.format).astype(wide)
+    if array.zero_point is not None:
+        value = views.broadcast_with(jnp.subtract, value, array.zero_point.astype(wide))
+    for factor in (array.scale, array.global_scale, array.pre_scale):
+        if factor is not None:
+            value = views.broadcast_with(jnp.multiply, value, factor.astype(wide))
+    return views.crop_to(value.astype(dtype or array.dtype), array.shape)
+
+
+def _check_input(x: Any) -> None:
+    if isinstance(x, QArray):
+        raise TypeError("this array is quantized already: dequantize it first.")
+    if not hasattr(x, "dtype") or not is_wide(x.dtype):
+        raise ValueError(
+            f"Refuse to quantize: {getattr(x, 'dtype', type(x).__name__)}. "
+            "Only bfloat16, float16, float32 and float64 arrays can be."
+        )
+    if 0 in x.shape:
+        raise ValueError(f"Refuse to quantize an empty array: its shape is {x.shape}.")

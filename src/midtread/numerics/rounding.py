@@ -1,0 +1,172 @@
+"""Rounding: from a real number to the code nearest to it, or to one of its two neighbours by chance.
+
+    nearest          ties to even; every format
+    stochastic       up with probability (x - below) / (above - below), so the mean is x; every format
+    uniform          round(x + n), n ~ U(-1/2, 1/2): Qwix's noise, one value per `noise_axes` row
+    low_bit_uniform  the same from 8 random bits
+
+Chance comes from a counter: a hash of (key, site, position), where position is the element's index along each axis of
+the whole array. Nothing depends on how the array is laid out over devices, on jit, or on remat: the same key gives the
+same codes on any mesh. Inside shard_map only the caller knows where its block starts: pass that as `origin`.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from midtread.numerics.formats import Format
+
+ROUNDINGS = ("nearest", "stochastic", "uniform", "low_bit_uniform")
+
+# x (float32) -> the noise to round it with, of a shape that broadcasts to x's
+Noise = Callable[[tuple[int, ...]], jax.Array]
+
+
+def encode(
+    x: jax.Array, fmt: Format, rounding: str = "nearest", noise: Noise | None = None
+) -> jax.Array:
+    """Codes of `x`, which is already in units of the scale. Saturates; NaN becomes code 0, or NaN if the format has it."""
+    x = x.astype(jnp.float32)
+    if fmt.grid is not None:
+        return _encode_float(x, fmt, rounding, noise)
+    if fmt.table is not None:
+        return _encode_table(x, fmt, rounding, noise)
+    low, high = fmt.codes  # pyright: ignore[reportGeneralTypeIssues]
+    return jnp.clip(_round(x, rounding, noise), low, high).astype(fmt.dtype)
+
+
+def decode(codes: jax.Array, fmt: Format) -> jax.Array:
+    """The value of each code, exact: codes themselves where they are values, else float32."""
+    if fmt.table is None:
+        return codes
+    return jnp.asarray(fmt.table, jnp.float32)[codes.astype(jnp.int32)]
+
+
+def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
+    """To an integer, still in float32."""
+    if rounding == "nearest":
+        return jnp.round(x)
+    assert noise is not None, rounding
+    if rounding == "stochastic":
+        below = jnp.floor(x)
+        up = noise(x.shape) < x - below  # exact, where floor(x + u) would round the sum
+        return below + up.astype(x.dtype)
+    return jnp.round(x + noise(x.shape))
+
+
+def _encode_float(x, fmt, rounding, noise):
+    grid = fmt.grid
+    x = jnp.clip(x, -grid.largest, grid.largest)
+    if rounding == "nearest" and fmt.is_linear:
+        return x.astype(fmt.dtype)  # the backend's own cast rounds to nearest even
+    step = grid.step(x)
+    x = jnp.clip(_round(x / step, rounding, noise) * step, -grid.largest, grid.largest)
+    if fmt.is_linear:
+        return x.astype(fmt.dtype)  # exact by now
+    # No dtype to cast to: exponent and mantissa by hand. The implicit bit carries into the exponent, so that
+    # code = (binades above the lowest) * 2^mantissa + (|x| in steps) holds for subnormals and normals alike.
+    step = grid.step(x)
+    binade = jnp.log2(step).astype(jnp.int32) + grid.mantissa - grid.min_exponent
+    code = binade * 2**grid.mantissa + (jnp.abs(x) / step).astype(jnp.int32)
+    sign = jnp.signbit(x).astype(jnp.int32) << (fmt.bits - 1)
+    return (code + sign).astype(fmt.dtype)
+
+
+def _encode_table(x, fmt, rounding, noise):
+    table = jnp.asarray(fmt.table, jnp.float32)
+    x = jnp.clip(x, table[0], table[-1])
+    if rounding == "nearest":
+        # counting the midpoints passed: strict on the left, so a tie goes to the lower code, as argmin would
+        edges = [(a + b) / 2 for a, b in zip(fmt.table, fmt.table[1:])]
+        return _count(x, (x > edge for edge in edges)).astype(fmt.dtype)
+    below = _count(x, (x >= level for level in fmt.table[1:-1]))
+    low, high = table[below], table[below + 1]
+    code = below + _round((x - low) / (high - low), rounding, noise).astype(jnp.int32)
+    return jnp.clip(code, 0, len(fmt.table) - 1).astype(fmt.dtype)
+
+
+def _count(x, claims):
+    """How many of the claims hold for each element of `x`."""
+    return sum(
+        (claim.astype(jnp.int32) for claim in claims), jnp.zeros(x.shape, jnp.int32)
+    )
+
+
+# --- noise ------------------------------------------------------------------------------------
+
+
+def make_noise(
+    rounding: str, key: Any, site: Sequence[Any] = (), origin=None, noise_axes=(0,)
+) -> Noise | None:
+    """The noise function of a rounding method; None for nearest."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(
+            f"unknown rounding {rounding!r}. There are: {', '.join(ROUNDINGS)}."
+        )
+    if rounding == "nearest":
+        return None
+    if key is None:
+        raise ValueError(
+            f"rounding={rounding!r} needs a random key: pass key=jax.random.key(seed), folded with the step."
+        )
+    if rounding == "stochastic":
+        return lambda shape: uniform(key, shape, site, origin)
+
+    def per_row(shape):
+        rows = tuple(n if axis in noise_axes else 1 for axis, n in enumerate(shape))
+        if rounding == "uniform":
+            return jax.random.uniform(key, rows, jnp.float32, -0.5, 0.5)
+        bits = jax.random.bits(key, rows, jnp.uint8).astype(jnp.float32)
+        return (bits + 0.5) / 256 - 0.5
+
+    return per_row
+
+
+def uniform(
+    key: Any,
+    shape: tuple[int, ...],
+    site: Sequence[Any] = (),
+    origin: Sequence[Any] | None = None,
+):
+    """Numbers in [0, 1) with 24 random bits, each a function of (key, site, global index) alone.
+
+    >>> key = jax.random.key(0)
+    >>> whole = uniform(key, (4, 6))
+    >>> bool((uniform(key, (2, 6), origin=(2, 0)) == whole[2:]).all())
+    True
+    """
+    state = jnp.uint32(0)
+    for word in (
+        *jax.random.key_data(key).ravel().astype(jnp.uint32),
+        *map(_word, site),
+    ):
+        state = _mix(state ^ word)
+    for axis, size in enumerate(shape):
+        index = jax.lax.broadcasted_iota(
+            jnp.uint32, (1,) * axis + (size,) + (1,) * (len(shape) - axis - 1), axis
+        )
+        start = _word(origin[axis]) if origin is not None else jnp.uint32(0)
+        state = _mix(
+            jnp.broadcast_to(state, jnp.broadcast_shapes(state.shape, index.shape))
+            ^ _mix(index + start)
+        )
+    return (jnp.broadcast_to(state, shape) >> 8).astype(jnp.float32) * jnp.float32(
+        2.0**-24
+    )
+
+
+def _word(part: Any) -> jax.Array:
+    if isinstance(part, str):
+        return jnp.uint32(zlib.crc32(part.encode()))
+    return jnp.asarray(part).astype(jnp.uint32)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """A bijection of 32 bits with low bias: two multiply-xorshift rounds (constants found by C. Wellons, 2018)."""
+    h = h + jnp.uint32(0x9E3779B9)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x21F0AAAD)
+    h = (h ^ (h >> 15)) * jnp.uint32(0xD35A2D97)
+    return h ^ (h >> 15)

@@ -1,0 +1,169 @@
+"""Spec: how one array is quantized.
+
+Which elements share a scale is said per axis, by the shape of the scale (N is the
+axis's extent):
+
+    not mentioned            1        one scale along the axis
+    channelwise_axes         N        one scale per index
+    tiled_axes {axis: t}     N / t    one scale per t neighbours (t a float: N * t of them)
+
+so for an array [4096, 14336]:
+
+    Spec("int8")                                      scale [1, 1]        per tensor
+    Spec("int8", channelwise_axes=(1,))               scale [1, 14336]    per channel
+    Spec("int4", channelwise_axes=(1,), tiled_axes={0: 128})   [32, 14336]    sub-channel
+    Spec("fp8", tiled_axes={0: 128, 1: 128})          scale [32, 112]     2-D blocks
+
+An extent that its tile does not divide is padded with zeros to whole tiles.
+
+In a Recipe an axis has no number yet; there "kept" stands for every axis the matmul
+keeps and "summed" for the last one it sums ("summed_first" for the first).
+`ops.contraction` puts numbers in their place.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.numerics import calibration as calibration_
+from midtread.numerics.formats import Format, as_format
+from midtread.numerics.rounding import ROUNDINGS
+from midtread.numerics.scales import SCALE_RULES
+
+SYMBOLS = ("kept", "summed", "summed_first")
+_WIDE = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Format, sharing, calibration and rounding of one operand. Checked when built."""
+
+    format: Format
+    channelwise_axes: tuple[int | str, ...] = ()
+    tiled_axes: Any = ()  # given as a mapping, kept as sorted pairs
+    calibration: Any = "absmax"  # kept as a Calibration
+    rounding: str = "nearest"
+    noise_axes: tuple[int, ...] = (0,)  # rows with a noise of their own: Qwix's methods
+    scale_dtype: np.dtype | None = None
+    scale_rule: str | None = None
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)
+        put("format", as_format(self.format))
+        if not isinstance(self.calibration, calibration_.Calibration):
+            put("calibration", calibration_.parse(self.calibration))
+        put("channelwise_axes", tuple(self.channelwise_axes))
+        tiles = dict(self.tiled_axes or {})
+        put("tiled_axes", tuple(sorted(tiles.items(), key=str)))
+        if self.scale_dtype is not None:
+            put("scale_dtype", as_scale_dtype(self.scale_dtype))
+        self._check(tiles)
+
+    def _check(self, tiles: Mapping) -> None:
+        fmt = self.format
+        for axis in (*self.channelwise_axes, *tiles):
+            if isinstance(axis, str) and axis not in SYMBOLS:
+                raise ValueError(f"unknown axis {axis!r}: write a number or {SYMBOLS}.")
+        for axis, tile in tiles.items():
+            if not tile > 0:
+                raise ValueError(f"tile {tile} of axis {axis} must be above 0.")
+        if fmt.tile and not tiles:
+            raise ValueError(
+                f"Format {fmt.name} requires `tiled_axes` to be specified: "
+                f"tiled_axes={{axis: {fmt.tile}}}."
+            )
+        for axis, tile in tiles.items():
+            if fmt.tile and tile != fmt.tile:
+                raise ValueError(
+                    f"Format {fmt.name} requires a tile size of {fmt.tile}, "
+                    f"but axis {axis} got {tile}."
+                )
+        if self.calibration.is_asymmetric and not fmt.is_integer:
+            raise ValueError(
+                f"{fmt.name} doesn't support asymmetric quantization, so not "
+                f"{str(self.calibration)!r}. Use 'absmax', or an integer format."
+            )
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"unknown rounding {self.rounding!r}. There are: {', '.join(ROUNDINGS)}."
+            )
+        if self.scale_rule is not None and self.scale_rule not in SCALE_RULES:
+            raise ValueError(
+                f"unknown scale_rule {self.scale_rule!r}. There are: "
+                f"{', '.join(SCALE_RULES)}."
+            )
+        self._check_small_scales()
+
+    def _check_small_scales(self) -> None:
+        rule = self.scale_rule or self.format.scale or "none"
+        needs = {"float8_e8m0fnu": "pow2", "float8_e4m3fn": "two_level"}
+        wanted = needs.get(self.scale_dtype.name) if self.scale_dtype else None
+        if wanted and not rule.startswith(wanted):
+            raise ValueError(
+                f"scales of {self.format.name} do not fit {self.scale_dtype}: they follow "
+                f"the rule {rule!r}. Choose a {wanted} scale_rule, or a wider scale_dtype."
+            )
+
+    @property
+    def tiles(self) -> dict:
+        return dict(self.tiled_axes)
+
+    @property
+    def method(self) -> str:
+        return self.calibration.method
+
+    def layout(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape padded to whole tiles, shape of the scale).
+
+        >>> Spec("int4", channelwise_axes=(-1,), tiled_axes={0: 128}).layout((300, 8))
+        ((384, 8), (3, 8))
+        """
+        channelwise = {_axis(a, shape) for a in self.channelwise_axes}
+        tiles = {_axis(a, shape): t for a, t in self.tiled_axes}
+        if len(tiles) < len(self.tiled_axes) or channelwise & tiles.keys():
+            raise ValueError(
+                f"The same axis cannot be both channelwise and tiled, nor tiled twice: "
+                f"channelwise_axes={self.channelwise_axes}, tiled_axes={self.tiles}."
+            )
+        padded, counts = [], []
+        for axis, extent in enumerate(shape):
+            tile = 1 if axis in channelwise else tiles.get(axis, extent)
+            if isinstance(tile, float):
+                tile = round(extent * tile)
+            if tile <= 0:
+                raise ValueError(f"{shape} cannot be tiled as {self.tiles}.")
+            count = -(-extent // tile)
+            counts.append(count)
+            padded.append(count * tile if axis in tiles else extent)
+        return tuple(padded), tuple(counts)
+
+
+def _axis(axis: int | str, shape: tuple[int, ...]) -> int:
+    if isinstance(axis, str):
+        raise TypeError(
+            f"axis {axis!r} has a meaning inside a matmul only; here give its number."
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis {axis} is out of range for an array of shape {shape}.")
+    return axis % len(shape)
+
+
+def as_scale_dtype(dtype: Any) -> np.dtype:
+    """A wide float, or one of the two 8-bit scale types."""
+    known = isinstance(dtype, str) and dtype in _SMALL_SCALES
+    dtype = np.dtype(_SMALL_SCALES[dtype] if known else dtype)
+    if dtype not in _WIDE and dtype not in map(np.dtype, _SMALL_SCALES.values()):
+        raise ValueError(
+            f"{dtype} is not a valid type for scale: use bfloat16, float16, float32 or "
+            "float64; 'e8m0' for mx formats and 'e4m3' for nvfp4."
+        )
+    return dtype
+
+
+def is_wide(dtype: Any) -> bool:
+    """A float that can be quantized, and that scales normally come in."""
+    return np.dtype(dtype) in _WIDE

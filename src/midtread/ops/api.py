@@ -1,0 +1,224 @@
+"""The ops: JAX's contractions, taking QArrays where JAX takes arrays.
+
+Each method reads JAX's arguments into Contractions and hands them to one of two
+executors: `contract` for the functions at the end of this file, `train` for those of
+`learn(recipe)`, which quantize their operands and have quantized gradients.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.numerics.qarray import QArray
+from midtread.ops import einsum as einsum_
+from midtread.ops.contraction import dot as dot_contraction
+from midtread.ops.conv import conv as conv_contraction
+from midtread.ops.engine import Operand, contract
+from midtread.ops.ragged import ragged as ragged_contraction
+from midtread.ops.recipe import Recipe
+from midtread.ops.training import Ranges, train
+
+
+class Ops:
+    """dot_general, dot, einsum, conv_general_dilated, ragged_dot and ragged_dot_general,
+    with JAX's signatures."""
+
+    def __init__(self, execute: Callable[..., jax.Array]):
+        self._execute = execute
+
+    def dot_general(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """lax.dot_general of arrays or QArrays."""
+        lhs, rhs = _arrays(lhs, rhs)
+        numbers = jax.tree.map(int, dimension_numbers)
+        how = _how(precision, preferred_element_type, out_sharding)
+        c = dot_contraction(numbers, lhs.ndim, rhs.ndim, **how)
+        _check_extents(c, lhs, rhs)
+        return self._execute(c, lhs, rhs)
+
+    def dot(
+        self,
+        a: Operand,
+        b: Operand,
+        *,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """jnp.dot of arrays or QArrays."""
+        a, b = _arrays(a, b)
+        if a.ndim == 0 or b.ndim == 0:
+            numbers = (((), ()), ((), ()))
+        else:
+            numbers = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
+        return self.dot_general(
+            a, b, numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+
+    def einsum(
+        self,
+        subscripts: Any,
+        /,
+        *operands: Any,
+        out: None = None,
+        optimize: Any = "auto",
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """jnp.einsum of arrays or QArrays."""
+        if out is not None:
+            raise NotImplementedError(
+                "einsum cannot write into `out`: JAX arrays are immutable."
+            )
+        how = _how(precision, preferred_element_type, out_sharding)
+        return einsum_.einsum(self._execute, subscripts, operands, optimize, how)
+
+    def conv_general_dilated(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        window_strides: Sequence[int],
+        padding: Any,
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """lax.conv_general_dilated of arrays or QArrays."""
+        lhs, rhs = _arrays(lhs, rhs)
+        how = _how(precision, preferred_element_type, out_sharding)
+        c = conv_contraction(
+            lhs.shape,
+            rhs.shape,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            **how,
+        )
+        return self._execute(c, lhs, rhs)
+
+    def ragged_dot(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        group_offset: jax.Array | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """lax.ragged_dot of arrays or QArrays: [m, k] x [g, k, n] -> [m, n]."""
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((1,), (1,)), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[0],
+        )
+        return self.ragged_dot_general(
+            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset,
+            out_sharding,
+        )  # fmt: skip
+
+    def ragged_dot_general(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        group_sizes: jax.Array,
+        ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        group_offset: jax.Array | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """lax.ragged_dot_general of arrays or QArrays."""
+        if group_offset is not None:
+            raise NotImplementedError(
+                "group_offset is not implemented, in JAX neither: slice rhs and group_sizes."
+            )
+        lhs, rhs = _arrays(lhs, rhs)
+        how = _how(precision, preferred_element_type, out_sharding)
+        c = ragged_contraction(
+            ragged_dot_dimension_numbers, lhs.shape, rhs.shape, group_sizes, **how
+        )
+        _check_extents(c, lhs, rhs)
+        return self._execute(c, lhs, rhs)
+
+
+def _how(precision, preferred, out_sharding) -> dict[str, Any]:
+    preferred = None if preferred is None else jnp.dtype(preferred)
+    return {
+        "precision": precision,
+        "preferred": preferred,
+        "out_sharding": out_sharding,
+    }
+
+
+def _arrays(*operands: Any) -> list[Operand]:
+    return [x if isinstance(x, QArray) else jnp.asarray(x) for x in operands]
+
+
+def _check_extents(c, lhs: Operand, rhs: Operand) -> None:
+    left, right = dict(zip(c.lhs, lhs.shape)), dict(zip(c.rhs, rhs.shape))
+    for label in left.keys() & right.keys():
+        if left[label] != right[label]:
+            raise TypeError(
+                f"{c.name}: axis {c.lhs.index(label)} of lhs {lhs.shape} has extent "
+                f"{left[label]}, axis {c.rhs.index(label)} of rhs {rhs.shape} has {right[label]}."
+            )
+
+
+_serve = Ops(contract)
+
+dot_general = _serve.dot_general
+dot = _serve.dot
+einsum = _serve.einsum
+conv_general_dilated = _serve.conv_general_dilated
+ragged_dot = _serve.ragged_dot
+ragged_dot_general = _serve.ragged_dot_general
+
+
+def learn(
+    recipe: Recipe,
+    *,
+    key: jax.Array | None = None,
+    ranges: Ranges | None = None,
+    site: str = "",
+) -> Ops:
+    """The ops under a training recipe: drop-in replacements with quantized gradients.
+
+    >>> from midtread.ops.recipe import recipe
+    >>> ops = learn(recipe("qwix_int8"))
+    >>> x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+    >>> jax.grad(lambda w: ops.dot(x, w).sum())(w).shape
+    (4, 3)
+
+    Args:
+        key: for stochastic rounding and rotations; fold the training step into it.
+        ranges: static or delayed ranges of lhs, rhs and g.
+        site: a name that sets this op's random numbers apart from another's.
+    """
+    return Ops(functools.partial(_train, recipe, ranges, key, site))
+
+
+def _train(recipe, ranges, key, site, c, lhs, rhs):
+    return train(c, recipe, lhs, rhs, ranges, key, site)

@@ -1,0 +1,241 @@
+"""Contractions: what a matmul does to the axes of its operands.
+
+A contraction names every axis of lhs, rhs and out with a label. Where a label stands
+decides what a scale along it can do:
+
+    in one operand (or both) and in out   "kept": the scale moves to the output
+    in both operands, not in out          "summed": one scale per tile; tiles are summed
+    anything else (conv windows)          "stuck": no scale may vary along it
+
+The two gradients of a contraction are contractions of the cotangent g with the other
+operand, so the family is closed under `dlhs` and `drhs`:
+
+    out = c.run(lhs, rhs)      dlhs = c.dlhs.run(g, rhs)      drhs = c.drhs.run(lhs, g)
+
+`Dot` is lax.dot_general with the output in any order; `Ragged` its grouped form
+(ops/ragged.py), `Conv` a convolution (ops/conv.py).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels import xla
+from midtread.numerics.spec import Spec
+
+Labels = tuple[str, ...]
+META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sharding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """Labels, and how the caller wants it run.
+
+    `tiled` is the summed label that a tile size applies to, for lhs and for rhs.
+    """
+
+    lhs: Labels
+    rhs: Labels
+    out: Labels
+    tiled: tuple[str | None, str | None] = (None, None)
+    stuck: frozenset[str] = frozenset()
+    precision: Any = None
+    preferred: Any = None  # dtype of the result, None: that of the operands
+    out_sharding: Any = None
+
+    name = "contraction"
+    can_tile = True
+
+    @property
+    def summed(self) -> Labels:
+        shared = (x for x in self.lhs if x in self.rhs and x not in self.out)
+        return tuple(x for x in shared if x not in self.stuck)
+
+    @property
+    def looped(self) -> Labels:
+        """Summed labels whose tiles can be visited one at a time."""
+        return self.summed
+
+    def labels(self, side: str) -> Labels:
+        return getattr(self, side)
+
+    def kept(self, side: str) -> Labels:
+        """Labels along which this operand's scale can move to the output."""
+        return tuple(
+            x for x in self.labels(side) if x in self.out and x not in self.stuck
+        )
+
+    def place(self, spec: Spec | None, side: str) -> Spec | None:
+        """`spec` with axis numbers for "kept", "summed" and "group"."""
+        if spec is None:
+            return None
+        labels, kept = self.labels(side), self.kept(side)
+        tiles = {}
+        for axis, tile in spec.tiled_axes:
+            if isinstance(axis, str):
+                axis = labels.index(self._tiled_label(axis, side, spec))
+            tiles[axis] = tile
+        self._check_tiles(spec, tiles, labels)
+        # A tile of the last kept axis leaves the others (batch, experts) one scale each.
+        channelwise = [labels.index(x) for x in kept] if "kept" in spec.tiles else []
+        for axis in spec.channelwise_axes:
+            if axis == "kept":
+                channelwise += [labels.index(x) for x in kept]
+            elif axis == "group":
+                channelwise += [labels.index(x) for x in self.groups(side)]
+            else:
+                channelwise.append(axis)
+        channelwise = tuple(a for a in dict.fromkeys(channelwise) if a not in tiles)
+        return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
+
+    def _tiled_label(self, axis: str, side: str, spec: Spec) -> str:
+        labels = self.labels(side)
+        if axis == "kept":
+            found = [x for x in self.kept(side)][-1:]
+        elif axis == "summed_first":
+            found = [x for x in labels if x in self.summed][:1]
+        else:
+            found = [self.tiled[side == "rhs"]] if self.can_tile else []
+        if not found or found[0] is None:
+            raise ValueError(
+                f"{self.name} has no {axis!r} axis to tile on its {side}, but {spec.format.name} "
+                f"asks for tiles {spec.tiles}. Drop the tile size for one scale per output "
+                "channel, or limit the rule with op_names=('dot_general', 'einsum')."
+            )
+        return found[0]
+
+    def _check_tiles(self, spec, tiles, labels) -> None:
+        for axis in tiles:
+            if labels[axis] in self.stuck or (
+                labels[axis] in self.summed and not self.can_tile
+            ):
+                raise ValueError(
+                    f"{self.name} cannot tile axis {axis} ({labels[axis]!r}), but the rule asks "
+                    f"for tiles {spec.tiles}. Drop the tile size for one scale per output "
+                    "channel, or limit the rule with op_names=('dot_general', 'einsum')."
+                )
+
+    def groups(self, side: str) -> Labels:
+        """Labels of the expert axis, where there is one."""
+        return ()
+
+    def align(self, part: jax.Array, side: str) -> jax.Array:
+        """A scale (or zero point) of one operand laid over the axes of the output."""
+        return lay_over(part, self.labels(side), self.out)
+
+    def ones(self, operand: jax.Array, side: str) -> jax.Array:
+        """Ones in place of `operand`, as few as give the sums over the other operand."""
+        other = self.labels("lhs" if side == "rhs" else "rhs")
+        alone = [x in self.out and x not in other for x in self.labels(side)]
+        shape = [1 if single else n for single, n in zip(alone, operand.shape)]
+        return jnp.ones(shape, operand.dtype)
+
+    def transposed(
+        self, lhs: Labels, rhs: Labels, out: Labels, tiled: str | None, **fields
+    ):
+        fields = {"stuck": self.stuck, "precision": self.precision, **fields}
+        return type(self)(lhs, rhs, out, (tiled, tiled), **fields)
+
+    def run(self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None) -> jax.Array:
+        """The contraction of two plain arrays, in `accumulate` (None: as `preferred`)."""
+        raise NotImplementedError
+
+
+def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
+    """`part`, whose axes are `labels`, transposed and broadcast-ready over `out`."""
+    extent = dict(zip(labels, part.shape))
+    assert all(n == 1 or x in out for x, n in extent.items()), (labels, part.shape, out)
+    order = sorted(
+        range(part.ndim), key=lambda a: out.index(labels[a]) if labels[a] in out else -1
+    )
+    return part.transpose(order).reshape([extent.get(x, 1) for x in out])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=[], meta_fields=list(META)
+)
+@dataclasses.dataclass(frozen=True)
+class Dot(Contraction):
+    """lax.dot_general, its output in the order of `out`."""
+
+    name = "dot_general"
+
+    @property
+    def batch(self) -> Labels:
+        return tuple(x for x in self.lhs if x in self.rhs and x in self.out)
+
+    def run(self, lhs, rhs, accumulate=None):
+        summed = [x for x in self.lhs if x in self.rhs and x not in self.out]
+        axes = lambda labels, chosen: tuple(labels.index(x) for x in chosen)
+        numbers = (
+            (axes(self.lhs, summed), axes(self.rhs, summed)),
+            (axes(self.lhs, self.batch), axes(self.rhs, self.batch)),
+        )
+        alone = [
+            x for x in (*self.lhs, *self.rhs) if x not in summed and x not in self.batch
+        ]
+        got = (*self.batch, *alone)
+        order = [got.index(x) for x in self.out]
+        in_order = order == sorted(order)
+        out = xla.dot_general(
+            lhs,
+            rhs,
+            numbers,
+            precision=self.precision,
+            accumulate=accumulate or self.preferred,
+            out_sharding=self.out_sharding if in_order else None,
+        )
+        if in_order:
+            return out
+        out = out.transpose(order)
+        if self.out_sharding is None:
+            return out
+        return lax.reshape(out, out.shape, out_sharding=self.out_sharding)
+
+    @property
+    def dlhs(self) -> "Dot":
+        last = [x for x in self.rhs if x in self.out and x not in self.lhs]
+        return self.transposed(self.out, self.rhs, self.lhs, last[-1] if last else None)
+
+    @property
+    def drhs(self) -> "Dot":
+        last = [x for x in self.lhs if x in self.out and x not in self.rhs]
+        return self.transposed(self.lhs, self.out, self.rhs, last[-1] if last else None)
+
+
+def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
+    """The contraction of lax.dot_general's dimension numbers."""
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
+    _check_numbers(dimension_numbers, lhs_ndim, rhs_ndim)
+    lhs = {a: f"k{i}" for i, a in enumerate(lhs_sum)} | {
+        a: f"b{i}" for i, a in enumerate(lhs_batch)
+    }
+    rhs = {a: f"k{i}" for i, a in enumerate(rhs_sum)} | {
+        a: f"b{i}" for i, a in enumerate(rhs_batch)
+    }
+    lhs_labels = tuple(lhs.get(a, f"m{a}") for a in range(lhs_ndim))
+    rhs_labels = tuple(rhs.get(a, f"n{a}") for a in range(rhs_ndim))
+    batch = tuple(f"b{i}" for i in range(len(lhs_batch)))
+    alone = tuple(x for x in (*lhs_labels, *rhs_labels) if x[0] in "mn")
+    last = f"k{len(lhs_sum) - 1}" if len(lhs_sum) else None
+    return Dot(lhs_labels, rhs_labels, batch + alone, (last, last), **how)
+
+
+def _check_numbers(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> None:
+    for numbers in dimension_numbers:
+        if len(numbers[0]) != len(numbers[1]):
+            raise ValueError(
+                f"dimension_numbers {dimension_numbers} pair axes unevenly."
+            )
+    for side, ndim, axes in (
+        ("lhs", lhs_ndim, (*dimension_numbers[0][0], *dimension_numbers[1][0])),
+        ("rhs", rhs_ndim, (*dimension_numbers[0][1], *dimension_numbers[1][1])),
+    ):
+        if any(not 0 <= a < ndim for a in axes) or len(set(axes)) < len(axes):
+            raise ValueError(
+                f"dimension_numbers {dimension_numbers} do not fit a {side} of rank {ndim}."
+            )

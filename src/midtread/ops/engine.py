@@ -1,0 +1,316 @@
+"""Serve: one contraction of two operands, quantized or not.
+
+    contract(c, lhs, rhs)
+
+Operands are arrays and QArrays in any mixture. It multiplies codes when both sides
+are codes, and moves every scale that it can out of the sum:
+
+    sum_k (l_mk sl_m) (r_kn sr_n)  =  sl_m sr_n  sum_k l_mk r_kn
+
+Scales tiled along k are constant within a tile, so tiles are visited one at a time and
+added up in float32: [tiles, M, N] never exists. A zero point leaves the sum too, against
+the plain sum of the other operand:
+
+    sum_k (l_mk - zl_m) r_kn  =  sum_k l_mk r_kn  -  zl_m sum_k r_kn
+
+What cannot leave the sum (lookups, tiles too small to be worth a matmul each, a float
+partner for a tiled weight) is dequantized first. Sums are int32 or float32, scales are
+applied in float32, and the result is cast once.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels import xla
+from midtread.numerics import formats, views
+from midtread.numerics.qarray import QArray, dequantize, validate
+from midtread.numerics.spec import is_wide
+from midtread.ops.contraction import Contraction, lay_over
+
+# Below this many products per scale, visiting tiles costs more than dequantizing them.
+MIN_TILE = 128
+
+Operand = jax.Array | QArray
+
+
+def contract(
+    c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any = None
+) -> jax.Array:
+    """The contraction of two operands, quantized or not, in the dtype the caller expects."""
+    if accumulate is None and not any(_is_low_bit(x) for x in (lhs, rhs)):
+        return c.run(lhs, rhs)
+    for operand in (lhs, rhs):
+        if isinstance(operand, QArray):
+            validate(operand)
+    result = c.preferred or result_dtype(lhs, rhs)
+    shape = _kept_extents(c, lhs, rhs)
+    lhs, rhs = _take_pre_scale(c, lhs, rhs)
+    lhs, rhs = _match_padding(c, lhs, rhs)
+    tiles = _loop_plan(c, lhs, rhs)
+    if tiles is None:
+        out = _sum_values(c, lhs, rhs, accumulate)
+    else:
+        out = _sum_codes(c, lhs, rhs, tiles, accumulate)
+    return views.crop_to(out, _out_shape(c, out.shape, shape)).astype(result)
+
+
+def result_dtype(*operands: Operand) -> np.dtype:
+    """Promotion of what the operands stand for. Bare codes count as bfloat16 or int32, and
+    8-bit scales have no say unless nobody else does."""
+    dtypes = []
+    for x in operands:
+        if isinstance(x, QArray) and not is_wide(x.scale.dtype):
+            continue
+        narrow = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.bfloat16
+        dtypes.append(narrow if formats.dtype_bits(x.dtype) <= 8 else x.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes) if dtypes else jnp.dtype("float32")
+
+
+def _is_low_bit(x: Operand) -> bool:
+    return isinstance(x, QArray) or is_code(x)
+
+
+def is_code(x: Operand) -> bool:
+    """Multiplying it as it is makes sense: codes of a linear format, bare or scaled."""
+    if isinstance(x, QArray):
+        return x.format.is_linear and x.pre_scale is None and x.global_scale is None
+    return not is_wide(x.dtype) and x.dtype != jnp.bool_
+
+
+def _take_pre_scale(c: Contraction, lhs: Operand, rhs: Operand):
+    """A pre-scale belongs on the other operand, if that is still in float."""
+    for side, other in (("lhs", "rhs"), ("rhs", "lhs")):
+        mine, theirs = (lhs, rhs) if side == "lhs" else (rhs, lhs)
+        if not isinstance(mine, QArray) or mine.pre_scale is None:
+            continue
+        if isinstance(theirs, QArray) or not is_wide(theirs.dtype):
+            continue  # dequantizing applies it
+        factors = _summed_only(c, mine.pre_scale, side, other)
+        theirs = views.broadcast_with(
+            jnp.multiply, theirs, factors.astype(theirs.dtype)
+        )
+        mine = mine.replace(pre_scale=None)
+        lhs, rhs = (mine, theirs) if side == "lhs" else (theirs, mine)
+    return lhs, rhs
+
+
+def _summed_only(c, part, side, other):
+    labels, target = c.labels(side), c.labels(other)
+    extent = dict(zip(labels, part.shape))
+    if any(n > 1 and x not in c.summed for x, n in extent.items()):
+        raise ValueError(
+            f"pre_scale {part.shape} varies along an axis that {c.name} keeps; it may vary "
+            "along summed axes only."
+        )
+    return lay_over(part, labels, target)
+
+
+def _held(x: Operand) -> jax.Array:
+    return x.qvalue if isinstance(x, QArray) else x
+
+
+def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
+    """Where one side was padded to whole tiles of a summed axis, pads the other."""
+    if not any(isinstance(x, QArray) and x.logical for x in (lhs, rhs)):
+        return lhs, rhs
+    left, right = _extents(c, lhs, "lhs"), _extents(c, rhs, "rhs")
+    target = {x: max(left[x], right[x]) for x in c.summed}
+
+    def pad(x, extents):
+        shape = tuple(target.get(label, n) for label, n in extents.items())
+        if shape == _held(x).shape:
+            return x
+        if not isinstance(x, QArray):
+            return views.pad_to(x, shape)
+        if x.format.is_linear and not views.tiled_axes(
+            x
+        ):  # the padded side holds zeros
+            return x.replace(qvalue=views.pad_to(x.qvalue, shape), logical=None)
+        return views.pad_to(dequantize(x), shape)
+
+    return pad(lhs, left), pad(rhs, right)
+
+
+def _extents(c: Contraction, x: Operand, side: str) -> dict[str, int]:
+    return dict(zip(c.labels(side), _held(x).shape))
+
+
+def _kept_extents(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int]:
+    """Logical extents of the labels that come from a padded operand."""
+    extents = {}
+    for labels, x in ((c.lhs, lhs), (c.rhs, rhs)):
+        if isinstance(x, QArray) and x.logical is not None:
+            extents |= dict(zip(labels, x.shape))
+    return extents
+
+
+def _out_shape(c: Contraction, held, logical: dict[str, int]) -> tuple[int, ...]:
+    return tuple(logical.get(label, n) for label, n in zip(c.out, held))
+
+
+def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | None:
+    """{summed label: number of tiles} to visit, or None if codes cannot be multiplied."""
+    if not is_code(lhs) or not is_code(rhs):
+        return None
+    counts, extents = {}, {}
+    for side, x in (("lhs", lhs), ("rhs", rhs)):
+        extents |= _extents(c, x, side)
+        for part in _parts(x):
+            for label, extent, count in zip(c.labels(side), _held(x).shape, part.shape):
+                if count == 1 or label in c.kept(side) or label in c.groups(side):
+                    continue
+                if label not in c.looped:
+                    return None
+                if counts.setdefault(label, count) != count:
+                    raise ValueError(
+                        f"Contracting axes must be tiled with the same tile size: {c.name} "
+                        f"meets tiles of {extent // count} and of {extent // counts[label]}."
+                    )
+    if math.prod(extents[x] // n for x, n in counts.items()) < MIN_TILE and counts:
+        return None
+    return counts | _overflow_tiles(c, counts, extents, lhs, rhs)
+
+
+def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
+    """Extra tiles where a whole sum would not fit in int32."""
+    dtypes = [_held(lhs).dtype, _held(rhs).dtype]
+    if not all(jnp.issubdtype(d, jnp.integer) for d in dtypes) or xla.is_int16(*dtypes):
+        return {}
+    terms = math.prod(extents[x] for x in c.summed) // math.prod(counts.values())
+    product = math.prod(2 ** (formats.dtype_bits(d) - 1) for d in dtypes)
+    needed = -(-terms * product // (2**31 - 1))
+    if needed <= 1:
+        return {}
+    free = [x for x in c.looped if x not in counts]
+    for label in sorted(free, key=extents.get, reverse=True):
+        for count in range(needed, min(extents[label], 64 * needed) + 1):
+            if extents[label] % count == 0:
+                return {label: count}
+    return {}
+
+
+def _parts(x: Operand) -> list[jax.Array]:
+    if not isinstance(x, QArray):
+        return []
+    return [x.scale] if x.zero_point is None else [x.scale, x.zero_point]
+
+
+def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
+    """At least one side is float by the time of the sum."""
+    common = result_dtype(lhs, rhs)
+    left, lhs_scale = _as_value(c, lhs, "lhs", common)
+    right, rhs_scale = _as_value(c, rhs, "rhs", common)
+    wide = _wide(common)
+    out = c.run(left, right, accumulate or wide)
+    return _apply(c, out, wide, lhs_scale, rhs_scale)
+
+
+def _as_value(c: Contraction, x: Operand, side: str, dtype):
+    """(what to multiply, the scale left for the output)."""
+    if not isinstance(x, QArray):
+        return x, None
+    if is_code(x) and x.zero_point is None and varies_only_where_kept(c, x, side):
+        return x.qvalue, x.scale
+    return views.pad_to(dequantize(x, dtype), x.qvalue.shape), None
+
+
+def varies_only_where_kept(c: Contraction, x: QArray, side: str) -> bool:
+    movable = (*c.kept(side), *c.groups(side))
+    return all(
+        n == 1 or label in movable for label, n in zip(c.labels(side), x.scale.shape)
+    )
+
+
+def _wide(dtype) -> np.dtype:
+    return (
+        jnp.dtype("float64") if np.dtype(dtype) == np.float64 else jnp.dtype("float32")
+    )
+
+
+def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
+    """Codes times codes, one tile of the summed axes after another."""
+    wide = _wide(result_dtype(lhs, rhs))
+    if not tiles:
+        return _scaled_sum(c, lhs, rhs, accumulate, wide)
+
+    labels, counts = tuple(tiles), tuple(tiles.values())
+
+    def tile_of(x, side, index):
+        take = functools.partial(
+            _take_tile, labels=c.labels(side), index=index, tiles=tiles
+        )
+        if not isinstance(x, QArray):
+            return take(x)
+        return x.replace(
+            **{k: take(v) for k, v in _named_parts(x).items()}, logical=None
+        )
+
+    def add(total, flat):
+        index = dict(zip(labels, jnp.unravel_index(flat, counts)))
+        tile = tile_of(lhs, "lhs", index), tile_of(rhs, "rhs", index)
+        return total + _scaled_sum(c, *tile, accumulate, wide), None
+
+    first = jax.eval_shape(lambda: add(jnp.zeros((), wide), jnp.int32(0))[0])
+    start = add(jnp.zeros(first.shape, wide), jnp.int32(0))[0]
+    return lax.scan(add, start, jnp.arange(1, math.prod(counts), dtype=jnp.int32))[0]
+
+
+def _named_parts(x: QArray) -> dict[str, jax.Array]:
+    parts = {"qvalue": x.qvalue, "scale": x.scale, "zero_point": x.zero_point}
+    return {k: v for k, v in parts.items() if v is not None}
+
+
+def _take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
+    for axis, label in enumerate(labels):
+        if label in tiles and x.shape[axis] > 1:
+            size = x.shape[axis] // tiles[label]
+            x = lax.dynamic_slice_in_dim(x, index[label] * size, size, axis)
+    return x
+
+
+def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
+    """sum (l - zl)(r - zr), times both scales; nothing varies along a summed axis."""
+    left, right = _held(lhs), _held(rhs)
+    if accumulate is None:
+        integer = all(jnp.issubdtype(v.dtype, jnp.integer) for v in (left, right))
+        accumulate = jnp.int32 if integer else wide
+    out = c.run(left, right, accumulate)
+    zeros = [x.zero_point if isinstance(x, QArray) else None for x in (lhs, rhs)]
+    zeros = [
+        None if z is None else c.align(z, s).astype(out.dtype)
+        for z, s in zip(zeros, ("lhs", "rhs"))
+    ]
+    zl, zr = (_expand_tiles(z, out.shape) for z in zeros)
+    if zl is not None:
+        out = out - zl * c.run(c.ones(left, "lhs"), right, accumulate)
+    if zr is not None:
+        out = out - zr * c.run(left, c.ones(right, "rhs"), accumulate)
+    if zl is not None and zr is not None:
+        out = out + zl * zr * c.run(
+            c.ones(left, "lhs"), c.ones(right, "rhs"), accumulate
+        )
+    scales = [x.scale if isinstance(x, QArray) else None for x in (lhs, rhs)]
+    return _apply(c, out, wide, *scales)
+
+
+def _expand_tiles(part, shape):
+    """Repeats a part that is tiled along kept axes; plain broadcasting does the rest."""
+    if part is None or all(n in (1, m) for n, m in zip(part.shape, shape)):
+        return part
+    return views.expand(part, [m if n > 1 else 1 for n, m in zip(part.shape, shape)])
+
+
+def _apply(c: Contraction, out: jax.Array, wide, lhs_scale, rhs_scale) -> jax.Array:
+    out = out.astype(wide)
+    for scale, side in ((lhs_scale, "lhs"), (rhs_scale, "rhs")):
+        if scale is not None:
+            laid = c.align(scale.astype(wide), side)
+            out = views.broadcast_with(jnp.multiply, out, laid)
+    return out

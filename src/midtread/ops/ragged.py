@@ -1,0 +1,124 @@
+"""Ragged: matmuls over groups of rows, lax.ragged_dot and ragged_dot_general.
+
+Rows labelled r come in groups of `sizes` rows; g labels the groups (experts). Three
+contractions, and the gradients of each are among them:
+
+    rows kept      [.. r .. k] x [g .. k .. n] -> [.. r .. n]    forward: row r meets group(r)
+    rows summed    [.. r .. k] x [.. r .. n]   -> [g .. k .. n]  weight gradient
+    rows batched   [r ..]      x [r ..]        -> [r ..]         grouping changes nothing
+
+A scale that differs by group becomes a scale per row on its way to the output.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels import xla
+from midtread.ops.contraction import META, Contraction, dot, lay_over
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sizes"],
+    meta_fields=[*META, "num_rows", "rows", "group"],
+)
+@dataclasses.dataclass(frozen=True)
+class Ragged(Contraction):
+    sizes: Any = None
+    num_rows: int = 0
+    rows: str = "r"
+    group: str = "g"
+
+    name = "ragged_dot"
+
+    @property
+    def looped(self):
+        # rows summed within their groups: a tile of rows may belong to two groups
+        return tuple(x for x in self.summed if x != self.rows)
+
+    def groups(self, side):
+        return tuple(x for x in self.labels(side) if x == self.group)
+
+    def align(self, part, side):
+        labels = self.labels(side)
+        if self.group in labels and self.group not in self.out:
+            axis = labels.index(self.group)
+            labels = tuple(self.rows if x == self.group else x for x in labels)
+            if part.shape[axis] > 1:
+                part = jnp.take(part, self._group_of_row(), axis=axis)
+        return lay_over(part, labels, self.out)
+
+    def _group_of_row(self) -> jax.Array:
+        """The group each row belongs to; the last for rows beyond all groups."""
+        ends = jnp.cumsum(self.sizes)
+        row = jnp.arange(self.num_rows, dtype=ends.dtype)
+        return jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
+
+    def run(self, lhs, rhs, accumulate=None):
+        labels = self.lhs, self.rhs
+        if self.group in self.lhs:  # lax wants the groups on the right
+            lhs, rhs, labels = rhs, lhs, (self.rhs, self.lhs)
+        left, right = labels
+        pairs = [x for x in left if x in right]
+        summed = [x for x in pairs if x not in self.out]
+        batch = [x for x in pairs if x in self.out]
+        axes = lambda of, chosen: tuple(of.index(x) for x in chosen)
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(
+                (axes(left, summed), axes(right, summed)),
+                (axes(left, batch), axes(right, batch)),
+            ),
+            lhs_ragged_dimensions=[left.index(self.rows)],
+            rhs_group_dimensions=axes(right, [x for x in right if x == self.group]),
+        )
+        out = xla.ragged_dot_general(
+            lhs,
+            rhs,
+            self.sizes,
+            numbers,
+            precision=self.precision,
+            accumulate=accumulate or self.preferred,
+            out_sharding=self.out_sharding,
+        )
+        alone = [x for x in (*left, *right) if x not in pairs and x != self.group]
+        got = [*([self.group] if self.group in self.out else []), *batch, *alone]
+        return out.transpose([got.index(x) for x in self.out])
+
+    def _transpose(self, lhs, rhs, out, tiled):
+        fields = {k: getattr(self, k) for k in ("sizes", "num_rows", "rows", "group")}
+        return self.transposed(lhs, rhs, out, tiled, **fields)
+
+    @property
+    def dlhs(self) -> "Ragged":
+        last = [
+            x for x in self.rhs if x in self.out and x not in (*self.lhs, self.group)
+        ]
+        return self._transpose(self.out, self.rhs, self.lhs, last[-1] if last else None)
+
+    @property
+    def drhs(self) -> "Ragged":
+        last = [x for x in self.lhs if x in self.out and x not in self.rhs]
+        return self._transpose(self.lhs, self.out, self.rhs, last[-1] if last else None)
+
+
+def ragged(numbers, lhs_shape, rhs_shape, sizes, **how) -> Ragged:
+    """The contraction of lax.ragged_dot_general's dimension numbers."""
+    (lhs_sum, _), _ = numbers.dot_dimension_numbers
+    (rows,) = numbers.lhs_ragged_dimensions
+    plain = dot(numbers.dot_dimension_numbers, len(lhs_shape), len(rhs_shape))
+    names = {plain.lhs[rows]: "r"}
+    groups = list(numbers.rhs_group_dimensions)
+    if groups:
+        names[plain.rhs[groups[0]]] = "g"
+    rename = lambda labels: tuple(names.get(x, x) for x in labels)
+    lhs, rhs, out = rename(plain.lhs), rename(plain.rhs), rename(plain.out)
+    out = tuple(x for x in out if x != "g")
+    if rows in lhs_sum:
+        out = ("g", *out)
+    tiled = rename(plain.tiled) if plain.tiled[0] else plain.tiled
+    return Ragged(lhs, rhs, out, tiled, sizes=sizes, num_rows=lhs_shape[rows], **how)

@@ -1,0 +1,256 @@
+"""Recipes: how the three matmuls of a training step are quantized.
+
+    out  = lhs . rhs        fwd(lhs, rhs)
+    dlhs = g . rhs          dlhs(g, rhs)
+    drhs = lhs . g          drhs(lhs, g)
+
+Six operands, and for each: a Spec (quantize it so), None (leave it in float), or, for
+the two that the backward takes from the forward, REUSE (the forward's own codes). That
+slot is also the residual policy, since it decides what is kept until the backward:
+
+    REUSE    the codes: half the bytes of bfloat16 or fewer. The backward sums over axes
+             that the forward's scale varies along, so that scale is folded into g first:
+             (g . s) @ codes == g @ (s . codes). A tile of the forward's summed axis
+             cannot be folded; 2-D blocks can, being the same from both sides
+    None     the float operand, and an exact straight-through gradient: this is QAT
+    Spec     the float operand, quantized again along the backward's own axes
+
+AQT writes drhs as (g, lhs): its `drhs.lhs` is our `drhs.g`, its `drhs.rhs` our
+`drhs.lhs`. TE and AQT differ from Qwix only in these six slots; see RECIPES.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from midtread.numerics.formats import as_format
+from midtread.numerics.sparsity import Sparsity
+from midtread.numerics.spec import Spec
+
+
+class _Reuse:
+    def __repr__(self):
+        return "REUSE"
+
+
+REUSE = _Reuse()
+Slot = Spec | _Reuse | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fwd:
+    lhs: Spec | None = None
+    rhs: Spec | None = None
+    accumulate: Any = None  # dtype of the sum; None: int32 for integers, else float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Dlhs:
+    g: Spec | None = None
+    rhs: Slot = None
+    accumulate: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Drhs:
+    lhs: Slot = None
+    g: Spec | None = None
+    accumulate: Any = None
+    hadamard: int | None = (
+        None  # rotate both operands along the sum, in runs of this many
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The six operands of a training step. The default quantizes nothing."""
+
+    fwd: Fwd = Fwd()
+    dlhs: Dlhs = Dlhs()
+    drhs: Drhs = Drhs()
+    mask_clipped: bool = True  # no gradient where the calibration clipped
+    sparsity: Sparsity | None = None  # prunes rhs before anything else
+
+    def __post_init__(self):
+        for name, slot, spec in (
+            ("dlhs.rhs", self.dlhs.rhs, self.fwd.rhs),
+            ("drhs.lhs", self.drhs.lhs, self.fwd.lhs),
+        ):
+            if slot is REUSE and spec is not None and _is_one_way(spec):
+                raise ValueError(
+                    f"{name}=REUSE, but the forward tiles that operand along its own summed "
+                    f"axis ({spec.tiles}), which the backward keeps. Write a Spec there to "
+                    "quantize it again, or None to keep it in float."
+                )
+        if self.drhs.hadamard and _log2(self.drhs.hadamard) is None:
+            raise ValueError(f"hadamard={self.drhs.hadamard} must be a power of two.")
+
+    @property
+    def is_training(self) -> bool:
+        """The backward is quantized too."""
+        return self.dlhs.g is not None or self.drhs.g is not None
+
+
+def _is_one_way(spec: Spec) -> bool:
+    """Tiled along the summed axis and differently along the kept ones."""
+    tiles = spec.tiles
+    if not tiles:
+        return False
+    return (
+        "kept" in spec.channelwise_axes
+        or len(set(tiles.values())) > 1
+        or len(tiles) == 1
+    )
+
+
+def _log2(n: int) -> int | None:
+    return n.bit_length() - 1 if n > 0 and n & (n - 1) == 0 else None
+
+
+# --- granularities, by the shape of the scale of lhs [M, K] -----------------------------------
+
+
+def per_tensor(qtype, **fields) -> Spec:
+    """One scale: [1, 1]."""
+    return Spec(qtype, **fields)
+
+
+def per_channel(qtype, tile=None, **fields) -> Spec:
+    """One scale per row, [M, 1]; with a tile one per tile of the row, [M, K / tile].
+
+    Formats that come in tiles (mxfp8, nvfp4) get theirs without asking.
+    """
+    tile = tile or as_format(qtype).tile
+    tiles = {"summed": tile} if tile else {}
+    return Spec(qtype, channelwise_axes=("kept",), tiled_axes=tiles, **fields)
+
+
+def blocks(qtype, size: int, **fields) -> Spec:
+    """One scale per square block: [M / size, K / size]."""
+    return Spec(qtype, tiled_axes={"summed": size, "kept": size}, **fields)
+
+
+# --- named recipes ----------------------------------------------------------------------------
+
+
+def qat(weight=None, act=None, *, tile=None, **fields) -> Recipe:
+    """Quantization-aware training: low bits forward, exact straight-through backward."""
+    fwd = Fwd(
+        act and per_channel(act, tile, **fields),
+        weight and per_channel(weight, tile, **fields),
+    )
+    return Recipe(fwd=fwd)
+
+
+def qt(
+    weight, act, grad, *, tile=None, weight_grad_tile=None, rounding="nearest"
+) -> Recipe:
+    """Quantized training as Qwix does it: all three matmuls in low bits.
+
+    Untiled, the backward reuses the forward's codes. Tiled or microscaled it quantizes
+    both operands again along its own sums, where Qwix goes back to float.
+    """
+    fwd = Fwd(per_channel(act, tile), per_channel(weight, tile))
+    grad_spec = per_channel(grad, tile, rounding=rounding)
+    if not fwd.lhs.tiles and not fwd.rhs.tiles:
+        drhs_g = per_channel(grad, weight_grad_tile, rounding=rounding)
+        return Recipe(fwd, Dlhs(grad_spec, REUSE), Drhs(REUSE, drhs_g))
+    return Recipe(
+        fwd,
+        Dlhs(grad_spec, per_channel(weight, tile)),
+        Drhs(per_channel(act, tile), grad_spec),
+    )
+
+
+def aqt_int8(local_shards: int = 1, rounding: str = "stochastic") -> Recipe:
+    """AQT's config_v3, MaxText's `quantization=int8`: every backward operand is quantized
+    afresh; the weight gradient in `local_shards` separate ranges, 0 leaves it in float."""
+    row = per_channel("int8")
+    noisy = per_channel("int8", rounding=rounding)
+    drhs = Drhs()
+    if local_shards:
+        shards = {"summed_first": 1.0 / local_shards} if local_shards > 1 else {}
+        local = dataclasses.replace(row, tiled_axes=shards)
+        drhs = Drhs(local, dataclasses.replace(noisy, tiled_axes=shards))
+    return Recipe(Fwd(row, row), Dlhs(noisy, row), drhs)
+
+
+def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
+    """AQT's fp8 training: per-tensor scales on all six operands, bfloat16 accumulators.
+
+    `bounds` are MaxText's `constant_bound_config`: fwd lhs, fwd rhs, dlhs lhs, dlhs rhs,
+    drhs lhs, drhs rhs, in AQT's order where a backward's lhs is the gradient.
+    """
+    if bounds is not None and len(bounds) != 6:
+        raise ValueError(
+            f"constant bounds come in six, in AQT's order; got {len(bounds)}."
+        )
+    methods = [f"fixed,{b}" for b in bounds] if bounds else ["absmax"] * 6
+    kinds = ["e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3"]
+    x, w, g_dlhs, w_again, g_drhs, x_again = (
+        per_tensor(kind, calibration=method) for kind, method in zip(kinds, methods)
+    )
+    bf16 = jnp.bfloat16
+    return Recipe(
+        Fwd(x, w, bf16), Dlhs(g_dlhs, w_again, bf16), Drhs(x_again, g_drhs, bf16)
+    )
+
+
+def te_fp8(calibration: str = "absmax") -> Recipe:
+    """TransformerEngine's per-tensor fp8: e4m3 forward, e5m2 gradients. Current scaling
+    with 'absmax'; delayed scaling with 'delayed', ranges handed in from the history."""
+    fwd = per_tensor("e4m3", calibration=calibration)
+    g = per_tensor("e5m2", calibration=calibration)
+    return Recipe(Fwd(fwd, fwd), Dlhs(g, REUSE), Drhs(REUSE, g))
+
+
+def te_nvfp4(hadamard: int | None = 16) -> Recipe:
+    """NVIDIA's NVFP4 training (arXiv 2509.25149): 2-D weight blocks seen alike from both
+    sides, stochastic gradients, and a random Hadamard rotation of both wgrad operands."""
+    row = per_channel("nvfp4")
+    noisy = per_channel("nvfp4", rounding="stochastic")
+    return Recipe(
+        Fwd(row, blocks("nvfp4", 16)),
+        Dlhs(noisy, REUSE),
+        Drhs(row, noisy, hadamard=hadamard),
+    )
+
+
+def deepseek_fp8() -> Recipe:
+    """DeepSeek-V3 (arXiv 2412.19437): 1x128 tiles of activations and gradients, 128x128
+    blocks of weights, e4m3 throughout."""
+    row = per_channel("e4m3", 128)
+    return Recipe(Fwd(row, blocks("e4m3", 128)), Dlhs(row, REUSE), Drhs(row, row))
+
+
+RECIPES = {
+    #                                     residuals kept for lhs, rhs
+    "qwix_int8": qt("int8", "int8", "int8"),  # int8, int8
+    "qwix_int4": qt("int4", "int4", "int4"),
+    "qwix_fp4": qt("fp4", "fp4", "fp4"),
+    "qwix_fp8": qt("e4m3", "e4m3", "e4m3"),
+    "qwix_fp8_full": qt("e4m3", "e4m3", "e5m2"),
+    "qat_int8": qat("int8", "int8"),  # float, float
+    "qat_int4": qat("int4", "int4"),
+    "qat_fp4": qat("fp4", "fp4"),
+    "qat_fp8": qat("e4m3", "e4m3"),
+    "aqt_int8": aqt_int8(),  # float, float
+    "aqt_int8w": qat("int8"),
+    "aqt_int4w": qat("int4"),
+    "aqt_fp8": qat("e4m3", "e4m3"),
+    "aqt_fp8_full": aqt_fp8_full(),
+    "te_fp8_current": te_fp8(),  # fp8, fp8
+    "te_fp8_delayed": te_fp8("delayed"),
+    "te_mxfp8": qt("mxfp8", "mxfp8", "mxfp8"),  # float, float
+    "te_nvfp4": te_nvfp4(),  # float, fp4
+    "te_nvfp4_no_rht": te_nvfp4(None),
+    "deepseek_fp8": deepseek_fp8(),  # float, fp8
+}
+
+
+def recipe(name: str) -> Recipe:
+    """A named recipe."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}. There are: {', '.join(RECIPES)}.")
+    return RECIPES[name]

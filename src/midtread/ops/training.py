@@ -1,0 +1,222 @@
+"""Learn: the only custom_vjp, for every op and every recipe.
+
+    train(c, recipe, lhs, rhs)
+
+Forward, both operands are quantized and contracted. Backward, dlhs and drhs are
+contractions again: of g with what was kept of the other operand. `Recipe` says in which
+formats, and what is kept.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.numerics import hadamard, views
+from midtread.numerics.calibration import Range
+from midtread.numerics.qarray import QArray, calibrate, quantize_to_range
+from midtread.numerics.spec import Spec, is_wide
+from midtread.ops.contraction import Contraction
+from midtread.ops.engine import Operand, contract, is_code, varies_only_where_kept
+from midtread.ops.recipe import REUSE, Recipe
+
+
+class Ranges(NamedTuple):
+    """Ranges found elsewhere: static or delayed. None: from the data, now."""
+
+    lhs: Range | None = None
+    rhs: Range | None = None
+    g: Range | None = None
+
+
+def train(
+    c: Contraction,
+    recipe: Recipe,
+    lhs: Operand,
+    rhs: Operand,
+    ranges: Ranges | None = None,
+    key: jax.Array | None = None,
+    site: str = "",
+) -> jax.Array:
+    """`contract` on freshly quantized operands, with the recipe's gradients.
+
+    Operands that are QArrays already, or not float, are used as they are and get no
+    gradient. With 'delayed' gradients the cotangent of `ranges.g` is the |g| just seen.
+    """
+    ranges = ranges or Ranges()
+    if recipe.sparsity is not None and not isinstance(rhs, QArray):
+        rhs = recipe.sparsity.apply(rhs)
+    fwd_specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
+    found = []
+    for x, spec, given in zip((lhs, rhs), fwd_specs, (ranges.lhs, ranges.rhs)):
+        wanted = spec is not None and not isinstance(x, QArray) and is_wide(x.dtype)
+        if wanted and given is None:
+            given = calibrate(lax.stop_gradient(x), spec)
+        found.append(jax.tree.map(lax.stop_gradient, given) if wanted else None)
+    return _train(recipe, site, c, lhs, rhs, Ranges(*found, ranges.g), key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _train(recipe, site, c, lhs, rhs, ranges, key):
+    return _train_fwd(recipe, site, c, lhs, rhs, ranges, key)[0]
+
+
+class _Residual(NamedTuple):
+    """What the backward keeps of one operand."""
+
+    value: Operand  # codes or float
+    mask: jax.Array | None  # packed bits: inside the calibrated window
+    like: jax.Array  # no elements; a float dtype if the operand wants a gradient
+
+
+def _train_fwd(recipe, site, c, lhs, rhs, ranges, key):
+    seed = functools.partial(_noise, key, site)
+    specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
+    slots = recipe.drhs.lhs, recipe.dlhs.rhs
+    operands, kept = [], []
+    for name, x, spec, range_, slot in zip(
+        ("lhs", "rhs"), (lhs, rhs), specs, (ranges.lhs, ranges.rhs), slots
+    ):
+        used = x if range_ is None else quantize_to_range(x, spec, range_, *seed(name))
+        reuse = slot is REUSE or not isinstance(used, QArray) or isinstance(x, QArray)
+        value = used if reuse else x
+        mask = None
+        if range_ is not None and spec.calibration.clips and recipe.mask_clipped:
+            mask = _pack(_inside(x, range_))
+        operands.append(used)
+        dtype = jnp.int8 if isinstance(x, QArray) else x.dtype
+        kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
+    out = contract(c, *operands, recipe.fwd.accumulate)
+    return out, (c, *kept, ranges, key)
+
+
+def _noise(key, site, name):
+    return key, (site, name)
+
+
+def _train_bwd(recipe, site, residuals, g):
+    c, lhs, rhs, ranges, key = residuals
+    g = _first_order_only(g)
+    dlhs = drhs = None
+    if _wants_gradient(lhs):
+        dlhs = _gradient(
+            c, c.dlhs, recipe.dlhs, "rhs", g, rhs.value, ranges, (key, site, "dlhs")
+        )
+        dlhs = _finish(dlhs, lhs)
+    if _wants_gradient(rhs):
+        drhs = _gradient(
+            c, c.drhs, recipe.drhs, "lhs", g, lhs.value, ranges, (key, site, "drhs")
+        )
+        drhs = _finish(drhs, rhs)
+    seen = None
+    if ranges.g is not None:
+        amax = jnp.max(jnp.abs(g))
+        seen = {k: jnp.full_like(v, amax) for k, v in ranges.g.items()}
+    return None, dlhs, drhs, Ranges(None, None, seen), None
+
+
+def _wants_gradient(x: _Residual) -> bool:
+    return is_wide(x.like.dtype)
+
+
+def _gradient(c, back, gemm, other, g, residual, ranges, noise) -> jax.Array:
+    """One backward matmul: g with what was kept of the `other` operand.
+
+    dlhs = back(g, rhs) and drhs = back(lhs, g), so g stands on the side away from `other`.
+    """
+    mine = "lhs" if other == "rhs" else "rhs"
+    key, site, name = noise
+    slot = getattr(gemm, other)
+    g_spec = back.place(gemm.g, mine)
+    y_spec = back.place(slot, other) if isinstance(slot, Spec) else None
+    y = residual
+    if getattr(gemm, "hadamard", None) and not isinstance(y, QArray):
+        g, y = _rotate(back, gemm.hadamard, g, y, (key, site))
+    if g_spec is not None:
+        g, y = _fold(c, other, g, y)
+        range_ = ranges.g if ranges.g is not None else calibrate(g, g_spec)
+        g = quantize_to_range(g, g_spec, range_, key, (site, name))
+    if y_spec is not None and not isinstance(y, QArray) and is_wide(y.dtype):
+        y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, name, other))
+    pair = (g, y) if mine == "lhs" else (y, g)
+    return contract(back, *pair, gemm.accumulate)
+
+
+def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
+    """(g . s) @ codes == g @ (s . codes): frees the codes of a scale that the backward sums
+    over. A scale alike for all elements needs no folding, and 2-D blocks cannot be."""
+    if not isinstance(y, QArray) or y.scale.size == 1:
+        return g, y
+    movable = varies_only_where_kept(c, y, side) and not views.tiled_axes(y)
+    if not movable or not is_code(y) or y.logical is not None:
+        return g, y
+    folded = g * c.align(y.scale, side).astype(g.dtype)
+    ones = jnp.ones((1,) * y.ndim, y.scale.dtype)
+    return folded, y.replace(scale=ones)
+
+
+def _rotate(back: Contraction, size: int, lhs_or_g, y, noise):
+    """The same random rotation of both operands along the sum, which it leaves alone."""
+    label = back.tiled[0]
+    key, site = noise
+    if key is None:
+        raise ValueError(
+            "a random Hadamard rotation needs a key: pass key=jax.random.key(...)."
+        )
+    g_axis = back.rhs.index(label)
+    y_axis = back.lhs.index(label)
+    rotate = functools.partial(
+        hadamard.rotate, size=size, key=key, site=(site, "hadamard")
+    )
+    return rotate(lhs_or_g, axis=g_axis), rotate(y, axis=y_axis)
+
+
+def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
+    grad = grad.astype(x.like.dtype)
+    if x.mask is None:
+        return grad
+    return jnp.where(_unpack(x.mask, grad.shape), grad, jnp.zeros_like(grad))
+
+
+def _inside(x: jax.Array, range_: Range) -> jax.Array:
+    low, high = range_.get("min"), range_.get("max")
+    if "absmax" in range_:
+        low, high = -range_["absmax"], range_["absmax"]
+    above = _compare(jnp.greater_equal, x, low)
+    return above & _compare(jnp.less_equal, x, high)
+
+
+def _compare(op, x, bound):
+    if any(
+        n % m for n, m in zip(x.shape, bound.shape)
+    ):  # a last tile that is not whole
+        tiles = [-(-n // m) for n, m in zip(x.shape, bound.shape)]
+        bound = views.expand(bound, [m * t for m, t in zip(bound.shape, tiles)])
+        return op(x, views.crop_to(bound, x.shape))
+    return views.broadcast_with(op, x, bound.astype(x.dtype))
+
+
+def _pack(mask: jax.Array) -> jax.Array:
+    return jnp.packbits(mask, axis=-1)
+
+
+def _unpack(bits: jax.Array, shape) -> jax.Array:
+    return jnp.unpackbits(bits, axis=-1, count=shape[-1]).astype(bool)
+
+
+@jax.custom_jvp
+def _first_order_only(g):
+    return g
+
+
+@_first_order_only.defjvp
+def _no_second_order(primals, tangents):
+    raise NotImplementedError(
+        "the gradient of a quantized matmul is itself quantized and has no derivative: "
+        "second-order methods need the float model, or jax.lax.stop_gradient around this one."
+    )
+
+
+_train.defvjp(_train_fwd, _train_bwd)
