@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import dtype_bits
-from midtread.numerics.spec import is_wide
 
 
 def platform() -> str:

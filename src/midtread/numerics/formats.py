@@ -40,11 +40,15 @@ class Grid:
     min_exponent: int
     largest: float
 
+    def exponent(self, x: jax.Array) -> jax.Array:
+        """Of the binade that `x` (float32) lies in; subnormals and 0 lie in the lowest."""
+        _, exponent = jnp.frexp(x)  # |x| in [2^(e-1), 2^e), but e = 0 for 0
+        lowest = jnp.abs(x) < 2.0**self.min_exponent
+        return jnp.where(lowest, self.min_exponent, exponent - 1)
+
     def step(self, x: jax.Array) -> jax.Array:
         """Distance between neighbours of the grid around `x` (float32)."""
-        _, exponent = jnp.frexp(x)  # |x| in [2^(e-1), 2^e)
-        exponent = jnp.maximum(exponent - 1, self.min_exponent) - self.mantissa
-        return jnp.ldexp(jnp.ones_like(x), exponent)
+        return jnp.ldexp(jnp.ones_like(x), self.exponent(x) - self.mantissa)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Format:
     def is_linear(self) -> bool:
         """Codes are the values: matmuls may run on them and scale afterwards."""
         return self.table is None
+
+    @property
+    def has_nan(self) -> bool:
+        """Of the small floats those of 8 bits have one, those of 4 and 6 have none."""
+        return self.grid is not None and self.bits == 8
 
     @property
     def is_integer(self) -> bool:

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 
 from midtread.numerics import formats, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, measure
+from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.scales import compute_scales
-from midtread.numerics.spec import Spec, is_wide
+from midtread.numerics.spec import Spec
 
 _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
 
@@ -261,9 +262,9 @@ def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
 
 def _codes(x, scale, zero_point, spec, noise):
     # In float32 whatever x is: a bfloat16 quotient has too few bits to be rounded twice.
-    units = views.broadcast_with(
-        jnp.divide, x.astype(jnp.float32), scale.astype(jnp.float32)
-    )
+    # By reciprocal, as XLA divides by a broadcast scale, so that no context does otherwise.
+    inverse = 1 / scale.astype(jnp.float32)
+    units = views.broadcast_with(jnp.multiply, x.astype(jnp.float32), inverse)
     if zero_point is not None:
         units = views.broadcast_with(jnp.add, units, zero_point.astype(jnp.float32))
     return rounding.encode(units, spec.format, spec.rounding, noise)
@@ -333,7 +334,7 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
     [0.9333333969116211, 0.5333333611488342]
     """
     validate(array)
-    wide = jnp.promote_types(array.dtype, jnp.float32)
+    wide = wide_dtype(array.dtype)
     value = rounding.decode(array.qvalue, array.format).astype(wide)
     if array.zero_point is not None:
         value = views.broadcast_with(jnp.subtract, value, array.zero_point.astype(wide))

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.numerics.formats import Format
 
@@ -59,6 +60,10 @@ def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
 
 def _encode_float(x, fmt, rounding, noise):
     grid = fmt.grid
+    if not fmt.has_nan:
+        x = jnp.where(
+            jnp.isnan(x), 0.0, x
+        )  # backends differ in what they would cast to
     x = jnp.clip(x, -grid.largest, grid.largest)
     if rounding == "nearest" and fmt.is_linear:
         return x.astype(fmt.dtype)  # the backend's own cast rounds to nearest even
@@ -68,9 +73,9 @@ def _encode_float(x, fmt, rounding, noise):
         return x.astype(fmt.dtype)  # exact by now
     # No dtype to cast to: exponent and mantissa by hand. The implicit bit carries into the exponent, so that
     # code = (binades above the lowest) * 2^mantissa + (|x| in steps) holds for subnormals and normals alike.
-    step = grid.step(x)
-    binade = jnp.log2(step).astype(jnp.int32) + grid.mantissa - grid.min_exponent
-    code = binade * 2**grid.mantissa + (jnp.abs(x) / step).astype(jnp.int32)
+    binade = grid.exponent(x) - grid.min_exponent
+    steps = (jnp.abs(x) / grid.step(x)).astype(jnp.int32)
+    code = binade * 2**grid.mantissa + steps
     sign = jnp.signbit(x).astype(jnp.int32) << (fmt.bits - 1)
     return (code + sign).astype(fmt.dtype)
 
@@ -80,12 +85,18 @@ def _encode_table(x, fmt, rounding, noise):
     x = jnp.clip(x, table[0], table[-1])
     if rounding == "nearest":
         # counting the midpoints passed: strict on the left, so a tie goes to the lower code, as argmin would
-        edges = [(a + b) / 2 for a, b in zip(fmt.table, fmt.table[1:])]
-        return _count(x, (x > edge for edge in edges)).astype(fmt.dtype)
+        return _count(x, (x > edge for edge in _edges(fmt.table))).astype(fmt.dtype)
     below = _count(x, (x >= level for level in fmt.table[1:-1]))
     low, high = table[below], table[below + 1]
     code = below + _round((x - low) / (high - low), rounding, noise).astype(jnp.int32)
     return jnp.clip(code, 0, len(fmt.table) - 1).astype(fmt.dtype)
+
+
+def _edges(table):
+    """Midpoints, rounded down to float32: a float32 lies above one iff it lies above the other."""
+    middles = (np.array(table[1:]) + np.array(table[:-1])) / 2
+    edges = middles.astype(np.float32)
+    return np.where(edges > middles, np.nextafter(edges, np.float32(-np.inf)), edges)
 
 
 def _count(x, claims):

@@ -33,31 +33,39 @@ class Scales(NamedTuple):
 
 def compute_scales(range_: Range, fmt: Format, rule: str | None = None) -> Scales:
     """Scales in the range's own dtype and shape."""
+    dtype = next(iter(range_.values())).dtype
+    if dtype == jnp.float16:  # its few exponents do not hold a span, nor small scales
+        range_ = {k: v.astype(jnp.float32) for k, v in range_.items()}
     if "absmax" not in range_:
-        return _asymmetric(range_, fmt)
+        return _asymmetric(range_, fmt, dtype)
     absmax = range_["absmax"]
-    scale = absmax / jnp.asarray(fmt.bound, absmax.dtype)
     rule = rule or fmt.scale
-    if rule is None:
-        return Scales(_alive(scale, absmax, fmt.bound))
     if rule == "two_level":
-        return _two_level(absmax, fmt)
-    return Scales(SCALE_RULES[rule](_alive(scale, absmax, fmt.bound), fmt))
+        return _two_level(absmax, fmt, dtype)
+    raw = absmax / jnp.asarray(fmt.bound, absmax.dtype)
+    scale = _alive(raw)
+    if rule is not None:
+        power = SCALE_RULES[rule](scale, absmax, fmt)
+        scale = jnp.where((scale == raw) & jnp.isfinite(raw), power, scale)
+    return Scales(_narrow(scale, dtype))
 
 
-def _alive(scale: jax.Array, absmax: jax.Array, bound: float) -> jax.Array:
-    """A dead tile has scale 1: 0 would give nan. float16 has few exponents, so there a
-    small scale is rounded up to its next subnormal instead of being given up."""
-    if scale.dtype == jnp.float16:
-        exact = absmax.astype(jnp.float32) / bound
-        subnormal = (jnp.ceil(exact * 2.0**24) * 2.0**-24).astype(jnp.float16)
-        scale = jnp.where(exact < 2.0**-14, subnormal, scale)
-        return jnp.where(scale == 0, jnp.ones_like(scale), scale)
+def _alive(scale: jax.Array) -> jax.Array:
+    """A dead tile has scale 1: 0 would give nan."""
     tiny = jnp.sqrt(jnp.finfo(scale.dtype).tiny).astype(scale.dtype)
     return jnp.where(scale < tiny, jnp.ones_like(scale), scale)
 
 
-def _asymmetric(range_: Range, fmt: Format) -> Scales:
+def _narrow(scale: jax.Array, dtype) -> jax.Array:
+    """To the array's dtype. What float16 could only hold as a subnormal is rounded up to
+    the next one: 0 would lose the tile, and less than needed would saturate it."""
+    if dtype == jnp.float16:
+        subnormal = jnp.ceil(scale * 2.0**24) * 2.0**-24
+        scale = jnp.where(scale < 2.0**-14, subnormal, scale)
+    return scale.astype(dtype)
+
+
+def _asymmetric(range_: Range, fmt: Format, dtype) -> Scales:
     if fmt.codes is None:
         raise ValueError(
             f"{fmt.name} doesn't support asymmetric quantization: only integers have a "
@@ -65,7 +73,7 @@ def _asymmetric(range_: Range, fmt: Format) -> Scales:
         )
     low, high = fmt.codes
     span = range_["max"] - range_["min"]
-    scale = _alive(span / jnp.asarray(high - low, span.dtype), span, high - low)
+    scale = _narrow(_alive(span / jnp.asarray(high - low, span.dtype)), dtype)
     zero_point = low - range_["min"].astype(jnp.float32) / scale.astype(jnp.float32)
     return Scales(scale, encode(zero_point, fmt))
 
@@ -76,44 +84,39 @@ def _exponent(x: jax.Array) -> jax.Array:
 
 
 def _power(exponent: jax.Array, dtype) -> jax.Array:
-    return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent).astype(dtype)
+    return jnp.ldexp(jnp.ones_like(exponent, jnp.float32), exponent).astype(dtype)
 
 
-def _pow2_ceil(scale, fmt):
+def _pow2_ceil(scale, absmax, fmt):
     mantissa, exponent = jnp.frexp(scale.astype(jnp.float32))  # mantissa in [1/2, 1)
     exponent = exponent - (mantissa == 0.5).astype(exponent.dtype)
-    return _keep_nonfinite(_power(exponent, scale.dtype), scale)
+    return _power(exponent, scale.dtype)
 
 
-def _pow2_floor(scale, fmt):
-    # absmax = scale * bound; their exponents differ from the scale's by a carry
-    absmax = scale.astype(jnp.float32) * fmt.bound
+def _pow2_floor(scale, absmax, fmt):
+    # from absmax itself: scale * bound was rounded, and may lie below a power of two
     exponent = _exponent(absmax) - int(_exponent(jnp.float32(fmt.bound)))
-    return _keep_nonfinite(_power(exponent, scale.dtype), scale)
+    return _power(exponent, scale.dtype)
 
 
-def _pow2_biased(scale, fmt):
+def _pow2_biased(scale, absmax, fmt):
     bias = 12 / 7 if fmt.bits == 4 else 60 / 31
     biased = (scale * jnp.asarray(bias, scale.dtype)).astype(jnp.bfloat16)
-    return _keep_nonfinite(_power(_exponent(biased), scale.dtype), scale)
+    return _power(_exponent(biased), scale.dtype)
 
 
-def _keep_nonfinite(power, scale):
-    return jnp.where(jnp.isfinite(scale), power, scale)
-
-
-def _two_level(absmax: jax.Array, fmt: Format) -> Scales:
+def _two_level(absmax: jax.Array, fmt: Format, dtype) -> Scales:
     """Block scales in e4m3 over one float32 scale that uses their whole range."""
-    absmax32 = absmax.astype(jnp.float32)
-    top = _alive(
-        jnp.max(absmax32, keepdims=True) / (fmt.bound * _E4M3_MAX), absmax32, 1.0
-    )
-    block = absmax32 / fmt.bound / top
+    absmax = absmax.astype(jnp.float32)
+    finite = jnp.isfinite(absmax)  # a poisoned tile must not poison the tensor
+    largest = jnp.max(jnp.where(finite, absmax, 0.0), keepdims=True)
+    top = _alive(largest / (fmt.bound * _E4M3_MAX))
+    block = absmax / fmt.bound / top
     smallest = 2.0**-9  # e4m3's least subnormal: a live tile must not get scale 0
-    block = jnp.where(absmax32 > 0, jnp.clip(block, smallest, _E4M3_MAX), 1.0)
-    block = jnp.where(jnp.isfinite(absmax32), block, absmax32)
+    block = jnp.where(absmax > 0, jnp.clip(block, smallest, _E4M3_MAX), 1.0)
+    block = jnp.where(finite, block, absmax)
     block = block.astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    return Scales((block * top).astype(absmax.dtype), None, top)
+    return Scales(_narrow(block * top, dtype), None, top)
 
 
 SCALE_RULES = {

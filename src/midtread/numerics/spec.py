@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.numerics import calibration as calibration_
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import ROUNDINGS
 from midtread.numerics.scales import SCALE_RULES
 
 SYMBOLS = ("kept", "summed", "summed_first")
-_WIDE = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 
@@ -156,14 +156,9 @@ def as_scale_dtype(dtype: Any) -> np.dtype:
     """A wide float, or one of the two 8-bit scale types."""
     known = isinstance(dtype, str) and dtype in _SMALL_SCALES
     dtype = np.dtype(_SMALL_SCALES[dtype] if known else dtype)
-    if dtype not in _WIDE and dtype not in map(np.dtype, _SMALL_SCALES.values()):
+    if not is_wide(dtype) and dtype not in map(np.dtype, _SMALL_SCALES.values()):
         raise ValueError(
             f"{dtype} is not a valid type for scale: use bfloat16, float16, float32 or "
             "float64; 'e8m0' for mx formats and 'e4m3' for nvfp4."
         )
     return dtype
-
-
-def is_wide(dtype: Any) -> bool:
-    """A float that can be quantized, and that scales normally come in."""
-    return np.dtype(dtype) in _WIDE

@@ -162,9 +162,14 @@ def conv(lhs_shape, rhs_shape, strides, padding, lhs_dilation, rhs_dilation, num
     lhs_dilation = tuple(lhs_dilation or ones)
     rhs_dilation = tuple(rhs_dilation or ones)
     if isinstance(padding, str):
+        if any(d > 1 for d in lhs_dilation):
+            raise ValueError(
+                f"padding={padding!r} has no meaning with lhs_dilation={lhs_dilation}: "
+                "give (before, after) for each spatial axis."
+            )
         window = [rhs_shape[a] for a in numbers.rhs_spec[2:]]
         window = [(n - 1) * d + 1 for n, d in zip(window, rhs_dilation)]
-        image = [lhs_shape[a] for a in numbers.lhs_spec[2:]]  # undilated, as lax has it
+        image = [lhs_shape[a] for a in numbers.lhs_spec[2:]]
         padding = lax.padtype_to_pads(image, window, strides, padding)
 
     def labels(spec, first, second, position):

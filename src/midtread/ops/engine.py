@@ -29,8 +29,8 @@ from jax import lax
 
 from midtread.kernels import xla
 from midtread.numerics import formats, views
+from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
-from midtread.numerics.spec import is_wide
 from midtread.ops.contraction import Contraction, lay_over
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
@@ -112,7 +112,7 @@ def _summed_only(c, part, side, other):
     return lay_over(part, labels, target)
 
 
-def _held(x: Operand) -> jax.Array:
+def held(x: Operand) -> jax.Array:
     return x.qvalue if isinstance(x, QArray) else x
 
 
@@ -125,7 +125,7 @@ def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
 
     def pad(x, extents):
         shape = tuple(target.get(label, n) for label, n in extents.items())
-        if shape == _held(x).shape:
+        if shape == held(x).shape:
             return x
         if not isinstance(x, QArray):
             return views.pad_to(x, shape)
@@ -139,7 +139,7 @@ def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
 
 
 def _extents(c: Contraction, x: Operand, side: str) -> dict[str, int]:
-    return dict(zip(c.labels(side), _held(x).shape))
+    return dict(zip(c.labels(side), held(x).shape))
 
 
 def _kept_extents(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int]:
@@ -163,7 +163,7 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
     for side, x in (("lhs", lhs), ("rhs", rhs)):
         extents |= _extents(c, x, side)
         for part in _parts(x):
-            for label, extent, count in zip(c.labels(side), _held(x).shape, part.shape):
+            for label, extent, count in zip(c.labels(side), held(x).shape, part.shape):
                 if count == 1 or label in c.kept(side) or label in c.groups(side):
                     continue
                 if label not in c.looped:
@@ -180,7 +180,7 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
 
 def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
     """Extra tiles where a whole sum would not fit in int32."""
-    dtypes = [_held(lhs).dtype, _held(rhs).dtype]
+    dtypes = [held(lhs).dtype, held(rhs).dtype]
     if not all(jnp.issubdtype(d, jnp.integer) for d in dtypes) or xla.is_int16(*dtypes):
         return {}
     terms = math.prod(extents[x] for x in c.summed) // math.prod(counts.values())
@@ -207,7 +207,7 @@ def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
     common = result_dtype(lhs, rhs)
     left, lhs_scale = _as_value(c, lhs, "lhs", common)
     right, rhs_scale = _as_value(c, rhs, "rhs", common)
-    wide = _wide(common)
+    wide = wide_dtype(common)
     out = c.run(left, right, accumulate or wide)
     return _apply(c, out, wide, lhs_scale, rhs_scale)
 
@@ -228,15 +228,9 @@ def varies_only_where_kept(c: Contraction, x: QArray, side: str) -> bool:
     )
 
 
-def _wide(dtype) -> np.dtype:
-    return (
-        jnp.dtype("float64") if np.dtype(dtype) == np.float64 else jnp.dtype("float32")
-    )
-
-
 def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
     """Codes times codes, one tile of the summed axes after another."""
-    wide = _wide(result_dtype(lhs, rhs))
+    wide = wide_dtype(result_dtype(lhs, rhs))
     if not tiles:
         return _scaled_sum(c, lhs, rhs, accumulate, wide)
 
@@ -277,7 +271,7 @@ def _take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
 
 def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
     """sum (l - zl)(r - zr), times both scales; nothing varies along a summed axis."""
-    left, right = _held(lhs), _held(rhs)
+    left, right = held(lhs), held(rhs)
     if accumulate is None:
         integer = all(jnp.issubdtype(v.dtype, jnp.integer) for v in (left, right))
         accumulate = jnp.int32 if integer else wide

@@ -7,19 +7,22 @@ contractions again: of g with what was kept of the other operand. `Recipe` says 
 formats, and what is kept.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from midtread.numerics import hadamard, views
 from midtread.numerics.calibration import Range
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, quantize_to_range
-from midtread.numerics.spec import Spec, is_wide
+from midtread.numerics.spec import Spec
 from midtread.ops.contraction import Contraction
-from midtread.ops.engine import Operand, contract, is_code, varies_only_where_kept
+from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
 from midtread.ops.recipe import REUSE, Recipe
 
 
@@ -72,14 +75,18 @@ class _Residual(NamedTuple):
 
 
 def _train_fwd(recipe, site, c, lhs, rhs, ranges, key):
-    seed = functools.partial(_noise, key, site)
     specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
     operands, kept = [], []
     for name, x, spec, range_, slot in zip(
         ("lhs", "rhs"), (lhs, rhs), specs, (ranges.lhs, ranges.rhs), slots
     ):
-        used = x if range_ is None else quantize_to_range(x, spec, range_, *seed(name))
+        x = _first_order_only(x)
+        used = (
+            x
+            if range_ is None
+            else quantize_to_range(x, spec, range_, key, (site, name))
+        )
         reuse = slot is REUSE or not isinstance(used, QArray) or isinstance(x, QArray)
         value = used if reuse else x
         mask = None
@@ -89,31 +96,19 @@ def _train_fwd(recipe, site, c, lhs, rhs, ranges, key):
         dtype = jnp.int8 if isinstance(x, QArray) else x.dtype
         kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
     out = contract(c, *operands, recipe.fwd.accumulate)
-    return out, (c, *kept, ranges, key)
-
-
-def _noise(key, site, name):
-    return key, (site, name)
+    return out, (c, *kept, ranges.g, key)
 
 
 def _train_bwd(recipe, site, residuals, g):
-    c, lhs, rhs, ranges, key = residuals
+    c, lhs, rhs, g_range, key = residuals
     g = _first_order_only(g)
-    dlhs = drhs = None
-    if _wants_gradient(lhs):
-        dlhs = _gradient(
-            c, c.dlhs, recipe.dlhs, "rhs", g, rhs.value, ranges, (key, site, "dlhs")
-        )
-        dlhs = _finish(dlhs, lhs)
-    if _wants_gradient(rhs):
-        drhs = _gradient(
-            c, c.drhs, recipe.drhs, "lhs", g, lhs.value, ranges, (key, site, "drhs")
-        )
-        drhs = _finish(drhs, rhs)
+    back = functools.partial(_gradient, c, g=g, g_range=g_range, noise=(key, site))
+    dlhs = back("lhs", recipe.dlhs, lhs, rhs) if _wants_gradient(lhs) else None
+    drhs = back("rhs", recipe.drhs, rhs, lhs) if _wants_gradient(rhs) else None
     seen = None
-    if ranges.g is not None:
+    if g_range is not None:
         amax = jnp.max(jnp.abs(g))
-        seen = {k: jnp.full_like(v, amax) for k, v in ranges.g.items()}
+        seen = {k: jnp.full_like(v, amax) for k, v in g_range.items()}
     return None, dlhs, drhs, Ranges(None, None, seen), None
 
 
@@ -121,27 +116,37 @@ def _wants_gradient(x: _Residual) -> bool:
     return is_wide(x.like.dtype)
 
 
-def _gradient(c, back, gemm, other, g, residual, ranges, noise) -> jax.Array:
-    """One backward matmul: g with what was kept of the `other` operand.
+def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
+    """The gradient of one operand: g with what was kept of the other.
 
-    dlhs = back(g, rhs) and drhs = back(lhs, g), so g stands on the side away from `other`.
+    dlhs = back(g, rhs) and drhs = back(lhs, g): g stands where the operand stood.
     """
-    mine = "lhs" if other == "rhs" else "rhs"
-    key, site, name = noise
+    other = "rhs" if side == "lhs" else "lhs"
+    back = dataclasses.replace(
+        c.dlhs if side == "lhs" else c.drhs, out_sharding=_explicit_sharding(mine.value)
+    )
+    key, site = noise
     slot = getattr(gemm, other)
-    g_spec = back.place(gemm.g, mine)
+    g_spec = back.place(gemm.g, side)
     y_spec = back.place(slot, other) if isinstance(slot, Spec) else None
-    y = residual
-    if getattr(gemm, "hadamard", None) and not isinstance(y, QArray):
-        g, y = _rotate(back, gemm.hadamard, g, y, (key, site))
+    y = theirs.value
+    if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):
+        g, y = _rotate(back, gemm.hadamard, g, y, key, site)
     if g_spec is not None:
         g, y = _fold(c, other, g, y)
-        range_ = ranges.g if ranges.g is not None else calibrate(g, g_spec)
-        g = quantize_to_range(g, g_spec, range_, key, (site, name))
+        range_ = g_range if g_range is not None else calibrate(g, g_spec)
+        g = quantize_to_range(g, g_spec, range_, key, (site, "g", side))
     if y_spec is not None and not isinstance(y, QArray) and is_wide(y.dtype):
-        y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, name, other))
-    pair = (g, y) if mine == "lhs" else (y, g)
-    return contract(back, *pair, gemm.accumulate)
+        y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, other, side))
+    pair = (g, y) if side == "lhs" else (y, g)
+    return _finish(contract(back, *pair, gemm.accumulate), mine)
+
+
+def _explicit_sharding(x: Operand):
+    """The sharding the gradient must have, where shardings are part of the type."""
+    sharding = jax.typeof(held(x)).sharding
+    explicit = AxisType.Explicit in getattr(sharding.mesh, "axis_types", ())
+    return sharding if explicit else None
 
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
@@ -157,20 +162,17 @@ def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
     return folded, y.replace(scale=ones)
 
 
-def _rotate(back: Contraction, size: int, lhs_or_g, y, noise):
+def _rotate(back: Contraction, size: int, g, y, key, site):
     """The same random rotation of both operands along the sum, which it leaves alone."""
-    label = back.tiled[0]
-    key, site = noise
     if key is None:
         raise ValueError(
-            "a random Hadamard rotation needs a key: pass key=jax.random.key(...)."
+            "a random Hadamard rotation needs a key: pass key=jax.random.key(seed)."
         )
-    g_axis = back.rhs.index(label)
-    y_axis = back.lhs.index(label)
     rotate = functools.partial(
-        hadamard.rotate, size=size, key=key, site=(site, "hadamard")
+        hadamard.rotate, size=size, key=key, site=(site, "rotate")
     )
-    return rotate(lhs_or_g, axis=g_axis), rotate(y, axis=y_axis)
+    label = back.tiled[0]
+    return rotate(g, axis=back.rhs.index(label)), rotate(y, axis=back.lhs.index(label))
 
 
 def _finish(grad: jax.Array, x: _Residual) -> jax.Array:

@@ -1,0 +1,240 @@
+"""Small matmuls against big stored weights on XLA:CPU: decode in blocks, then multiply.
+
+A decoder reads every weight once per token, so the weight's bytes are the bound. XLA's
+CPU backend reaches it for float32, but not for codes (all of this was seen on a 2-core
+x86 with AVX-512, jax 0.10.2 and 0.12.0):
+
+    a decoded copy near 32 MiB   the allocator maps it afresh on each call, and the page
+                                 faults cost 10x the matmul. Hence blocks of about
+                                 2^20 codes, decoded into a buffer that stays in cache
+    int4, float8 converts        scalar code: 3x to 10x. Hence bytes and integer ops:
+        int4                     a byte is two codes: one matmul for the low nibbles and
+                                 one for the high, the small operand is what is shuffled
+        e4m3, e5m2, e2m1         moved to where float16 keeps sign, exponent and
+                                 mantissa; a power of two repairs the exponent's bias
+        16-entry lookups         a tree of selects, no gather
+    a view as bytes in a loop    is redone for the whole weight on each turn: it is taken
+                                 outside
+    int8 x int8 of one row       falls out of the matrix library into a naive loop, 10x:
+                                 two rows, one of them zeros, are fast
+
+    out_MN  =  sum_k x_mk w_kn,      w stored as [K, N] (summed=0) or [N, K] (summed=1)
+
+Blocks run along the stored major axis: over K they add up, over N they stand side by side.
+R, C are the stored axes, whichever they mean; P planes of codes share a byte.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.numerics import formats, views
+from midtread.numerics.formats import Format
+
+BLOCK = 2**20  # codes decoded at a time
+MIN_ROWS = 8  # of a block: fewer, and adding up [M, N] costs as much as the matmul
+UNROLL = 4
+MIN_SIZE = 2**14  # codes: below, the plain path is as fast
+MAX_ROWS = 256  # of x: above, the matmul hides the decoding
+
+
+def _unsigned(p):
+    return lax.bitcast_convert_type(p, jnp.uint8)
+
+
+def _signed_nibbles(p):
+    return (p << 4) >> 4, p >> 4
+
+
+def _nibbles(p):
+    u = _unsigned(p)
+    return u & 15, u >> 4
+
+
+def _float16(bits, unit):
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * unit
+
+
+def _e4m3(p):
+    p = p.astype(jnp.int16)  # the sign fills bits 7 to 15
+    bits = p << 7 & ~(1 << 14)
+    bits = jnp.where(p & 0x7F == 0x7F, jnp.int16(0x7E00), bits)  # its only NaN
+    return _float16(bits, 2.0**8)
+
+
+def _e5m2(p):
+    return _float16(p.astype(jnp.int16) << 8, 1.0)
+
+
+def _e2m1(u):
+    u = u.astype(jnp.int16)
+    return _float16((u & 8) << 12 | (u & 7) << 9, 2.0**14)
+
+
+def _look_up(u, table):
+    """table[u] by halving: bit 0 chooses within pairs, bit 1 among pairs of pairs, ..."""
+    values = [jnp.float32(v) for v in table]
+    for bit in range(len(table).bit_length() - 1):
+        is_odd = (u & (1 << bit)) != 0
+        values = [jnp.where(is_odd, b, a) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
+# Container -> bytes (int8) to one array of values per plane.
+PLANES = {
+    "int8": lambda p: (p,),
+    "uint8": lambda p: (_unsigned(p),),
+    "int4": _signed_nibbles,
+    "uint4": _nibbles,
+    "float8_e4m3fn": lambda p: (_e4m3(p),),
+    "float8_e5m2": lambda p: (_e5m2(p),),
+    "float4_e2m1fn": lambda p: tuple(map(_e2m1, _nibbles(p))),
+}
+
+
+def _num_planes(dtype) -> int:
+    return 8 // formats.dtype_bits(dtype)
+
+
+def _decode(p, fmt: Format, dtype):
+    planes = PLANES[fmt.dtype.name](p)
+    if fmt.table is not None:
+        planes = tuple(_look_up(u, fmt.table) for u in planes)
+    return tuple(v.astype(dtype) for v in planes)
+
+
+def supports(
+    fmt: Format,
+    shape: tuple[int, int],
+    rows: int,
+    summed: int = 0,
+    counts: tuple[int, int] = (1, 1),
+) -> bool:
+    """Whether `dot` takes this weight, and gains by it.
+
+    >>> supports(formats.as_format("int4"), (4096, 4096), rows=1)
+    True
+    >>> supports(formats.as_format("int2"), (4096, 4096), rows=1)
+    False
+
+    Args:
+        shape: of the codes as stored, [R, C].
+        rows: of x.
+        counts: extents of a scale that varies along the summed axis; else (1, 1).
+    """
+    if fmt.dtype.name not in PLANES or fmt.table and len(fmt.table) != 16:
+        return False
+    if not 0 < rows <= MAX_ROWS or math.prod(shape) < MIN_SIZE:
+        return False
+    if shape[1] % _num_planes(fmt.dtype) or shape[1] * MIN_ROWS > 8 * BLOCK:
+        return False
+    return _block_rows(shape, counts[0]) > 0
+
+
+def _block_rows(shape: tuple[int, int], count: int) -> int:
+    """Rows of a block: whole tiles, or a whole part of one; 0 if neither fits."""
+    num_rows = min(max(BLOCK // shape[1], MIN_ROWS), shape[0])
+    tile = shape[0] // count
+    if count == 1:
+        return num_rows
+    if tile <= num_rows:
+        return num_rows // tile * tile
+    parts = (n for n in range(num_rows, num_rows // 4, -1) if tile % n == 0)
+    return next(parts, 0)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "summed", "precision"))
+def dot(
+    x_MK: jax.Array,
+    codes_RC: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    fmt: Format,
+    summed: int = 0,
+    precision=None,
+) -> jax.Array:
+    """[M, N] = x times the values of the codes, in float32; int32 if x is integer.
+
+    Args:
+        scale: [r, c], broadcast by tiles over the codes before they are summed. A scale
+            that does not vary along the summed axis is cheaper applied to the result.
+        summed: the axis of the codes that is summed.
+    """
+    integer = jnp.issubdtype(x_MK.dtype, jnp.integer)
+    dtype, total = (jnp.int8, jnp.int32) if integer else (jnp.float32, jnp.float32)
+    shape = codes_RC.shape
+    num_planes = _num_planes(fmt.dtype)
+    bytes_RC = _as_bytes(codes_RC, num_planes)
+    x_MK = x_MK.astype(dtype)
+    x_planes = [x_MK[:, i::num_planes] if summed else x_MK for i in range(num_planes)]
+    scales = _scale_planes(scale, shape, num_planes)
+    step = _block_rows(shape, 1 if scale is None else scale.shape[0])
+
+    def multiply(x, w):
+        numbers = (((1,), (summed,)), ((), ()))
+        return lax.dot_general(x, w, numbers, precision, total)
+
+    def block(start, size):
+        """One [M, N or its part] per plane."""
+        values = _decode(lax.dynamic_slice_in_dim(bytes_RC, start, size), fmt, dtype)
+        if scale is not None:
+            values = [
+                views.broadcast_with(jnp.multiply, v, _rows(s, start, size, shape[0]))
+                for v, s in zip(values, scales)
+            ]
+        if summed:
+            return sum(map(multiply, x_planes, values))
+        part = lax.dynamic_slice_in_dim(x_MK, start, size, 1)
+        return jnp.stack([multiply(part, v) for v in values], -1)
+
+    # The backward pass decodes again: float weights are never kept for it.
+    block = jax.checkpoint(block, prevent_cse=False, static_argnums=(1,))
+
+    def add(start, size, out):
+        if not summed:
+            return out + block(start, size)
+        return lax.dynamic_update_slice_in_dim(out, block(start, size), start, 1)
+
+    whole, rest = divmod(shape[0], step)
+    if whole == 1 and not rest:
+        out = block(0, step)
+    else:
+        kept = (shape[0],) if summed else (shape[1] // num_planes, num_planes)
+        out = jnp.zeros((x_MK.shape[0], *kept), total)
+        if whole <= UNROLL:
+            for i in range(whole):
+                out = add(i * step, step, out)
+        else:
+            out = lax.fori_loop(0, whole, lambda i, out: add(i * step, step, out), out)
+        out = add(whole * step, rest, out) if rest else out
+    return out.reshape(x_MK.shape[0], -1)
+
+
+def _as_bytes(codes_RC: jax.Array, num_planes: int) -> jax.Array:
+    if num_planes > 1:
+        num_rows, num_columns = codes_RC.shape
+        pairs = (num_rows, num_columns // num_planes, num_planes)
+        codes_RC = codes_RC.reshape(pairs)
+    return lax.bitcast_convert_type(codes_RC, jnp.int8)
+
+
+def _scale_planes(scale, shape, num_planes: int) -> list:
+    """The scale of each plane, whose columns are every num_planes-th of the codes'."""
+    if scale is None:
+        return []
+    scale = scale.astype(jnp.float32)
+    if scale.shape[1] == 1 or shape[1] // scale.shape[1] % num_planes == 0:
+        return [scale] * num_planes
+    scale = views.expand(scale, (scale.shape[0], shape[1]))
+    return [scale[:, i::num_planes] for i in range(num_planes)]
+
+
+def _rows(scale, start, size: int, num_rows: int):
+    """The rows of the scale that belong to `size` rows of codes."""
+    if scale.shape[0] == 1:
+        return scale
+    tile = num_rows // scale.shape[0]
+    return lax.dynamic_slice_in_dim(scale, start // tile, max(size // tile, 1))
