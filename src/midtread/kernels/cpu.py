@@ -36,9 +36,9 @@ from midtread.numerics.formats import Format
 
 BLOCK = 2**20  # codes decoded at a time
 MIN_ROWS = 8  # of a block: fewer, and adding up [M, N] costs as much as the matmul
-UNROLL = 4
 MIN_SIZE = 2**14  # codes: below, the plain path is as fast
 MAX_ROWS = 256  # of x: above, the matmul hides the decoding
+INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # whose values int8 holds
 
 
 def _unsigned(p):
@@ -106,11 +106,36 @@ def _decode(p, fmt: Format, dtype):
     return tuple(v.astype(dtype) for v in planes)
 
 
+def is_local(*arrays: jax.Array) -> bool:
+    """Not laid out over a mesh: slices of a sharded weight would be gathered."""
+    return all(jax.typeof(x).sharding.mesh.empty for x in arrays)
+
+
+def stored(shape, summed: tuple[int, ...]) -> tuple[tuple[int, int], int] | None:
+    """((R, C), the summed one) of a weight seen as a matrix; None if axes interleave.
+
+    >>> stored((32, 4, 8), (0,)), stored((4, 8, 32), (2,)), stored((4, 32, 8), (1,))
+    (((32, 32), 0), ((32, 32), 1), None)
+    """
+    ndim, num = len(shape), len(summed)
+    if set(summed) == set(range(num)):
+        return (math.prod(shape[:num]), math.prod(shape[num:])), 0
+    if set(summed) == set(range(ndim - num, ndim)):
+        return (math.prod(shape[:-num]), math.prod(shape[-num:])), 1
+    return None
+
+
+def rows(x: jax.Array, summed: tuple[int, ...]) -> jax.Array:
+    """x as [M, K], K in the order of `summed`."""
+    kept = [a for a in range(x.ndim) if a not in summed]
+    num = math.prod(x.shape[a] for a in kept)
+    return x.transpose(*kept, *summed).reshape(num, -1)
+
+
 def supports(
     fmt: Format,
     shape: tuple[int, int],
     rows: int,
-    summed: int = 0,
     counts: tuple[int, int] = (1, 1),
 ) -> bool:
     """Whether `dot` takes this weight, and gains by it.
@@ -123,7 +148,7 @@ def supports(
     Args:
         shape: of the codes as stored, [R, C].
         rows: of x.
-        counts: extents of a scale that varies along the summed axis; else (1, 1).
+        counts: extents of the scale that `dot` is to apply, (1, 1) for none.
     """
     if fmt.dtype.name not in PLANES or fmt.table and len(fmt.table) != 16:
         return False
@@ -146,7 +171,6 @@ def _block_rows(shape: tuple[int, int], count: int) -> int:
     return next(parts, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "summed", "precision"))
 def dot(
     x_MK: jax.Array,
     codes_RC: jax.Array,
@@ -163,6 +187,13 @@ def dot(
             that does not vary along the summed axis is cheaper applied to the result.
         summed: the axis of the codes that is summed.
     """
+    step = _block_rows(codes_RC.shape, 1 if scale is None else scale.shape[0])
+    return _dot(x_MK, codes_RC, scale, fmt, summed, precision, step)
+
+
+# Compiled by itself, or each call outside of jit would compile the loop anew.
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
     integer = jnp.issubdtype(x_MK.dtype, jnp.integer)
     dtype, total = (jnp.int8, jnp.int32) if integer else (jnp.float32, jnp.float32)
     shape = codes_RC.shape
@@ -171,7 +202,6 @@ def dot(
     x_MK = x_MK.astype(dtype)
     x_planes = [x_MK[:, i::num_planes] if summed else x_MK for i in range(num_planes)]
     scales = _scale_planes(scale, shape, num_planes)
-    step = _block_rows(shape, 1 if scale is None else scale.shape[0])
 
     def multiply(x, w):
         numbers = (((1,), (summed,)), ((), ()))
@@ -204,11 +234,7 @@ def dot(
     else:
         kept = (shape[0],) if summed else (shape[1] // num_planes, num_planes)
         out = jnp.zeros((x_MK.shape[0], *kept), total)
-        if whole <= UNROLL:
-            for i in range(whole):
-                out = add(i * step, step, out)
-        else:
-            out = lax.fori_loop(0, whole, lambda i, out: add(i * step, step, out), out)
+        out = lax.fori_loop(0, whole, lambda i, out: add(i * step, step, out), out)
         out = add(whole * step, rest, out) if rest else out
     return out.reshape(x_MK.shape[0], -1)
 
@@ -238,3 +264,41 @@ def _rows(scale, start, size: int, num_rows: int):
         return scale
     tile = num_rows // scale.shape[0]
     return lax.dynamic_slice_in_dim(scale, start // tile, max(size // tile, 1))
+
+
+def dot_codes(lhs: jax.Array, rhs: jax.Array, numbers) -> jax.Array | None:
+    """lax.dot_general of integer codes in int32, or None where XLA's own is as good."""
+    (left, right), (batch, _) = numbers
+    dtypes = {lhs.dtype.name, rhs.dtype.name}
+    if batch or not left or not dtypes <= set(INTEGERS) or not is_local(lhs, rhs):
+        return None
+    sizes = [
+        x.size // max(math.prod(x.shape[a] for a in axes), 1)
+        for x, axes in ((lhs, left), (rhs, right))
+    ]
+    is_swapped = sizes[1] < sizes[0]
+    x, w, x_sum, w_sum = (
+        (rhs, lhs, right, left) if is_swapped else (lhs, rhs, left, right)
+    )
+    num_rows = min(sizes)
+    x_sum, w_sum = zip(*sorted(zip(x_sum, w_sum), key=lambda pair: pair[1]))
+    matrix = stored(w.shape, w_sum)
+    fmt = formats.as_format(w.dtype)
+    if matrix is None or not supports(fmt, matrix[0], num_rows):
+        return None
+    if w.dtype == jnp.int8 and num_rows > 1 and not is_swapped:
+        return None
+    x_MK = rows(x, x_sum).astype(jnp.int8)
+    x_MK = views.pad_to(x_MK, (max(num_rows, 2), x_MK.shape[1]))
+    if w.dtype == jnp.int8:
+        contracted = (((1,), (matrix[1],)), ((), ()))
+        w_RC = w.reshape(matrix[0])
+        out = lax.dot_general(x_MK, w_RC, contracted, None, jnp.int32)
+    else:
+        out = dot(x_MK, w.reshape(matrix[0]), fmt=fmt, summed=matrix[1])
+    out = out[:num_rows]
+    free = [
+        tuple(n for a, n in enumerate(v.shape) if a not in axes)
+        for v, axes in ((lhs, left), (rhs, right))
+    ]
+    return (out.T if is_swapped else out).reshape(free[0] + free[1])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.kernels import cpu
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import dtype_bits
 
@@ -77,6 +78,10 @@ def dot_general(
     lhs, rhs, numbers, *, precision, accumulate, out_sharding=None
 ) -> jax.Array:
     """lax.dot_general of any two operand types."""
+    if platform() == "cpu" and accumulate == jnp.int32 and out_sharding is None:
+        out = cpu.dot_codes(lhs, rhs, numbers)
+        if out is not None:
+            return out
     lhs, rhs, precision, accumulate = _prepare(lhs, rhs, precision, accumulate)
     return lax.dot_general(
         lhs, rhs, numbers, precision, accumulate, out_sharding=out_sharding

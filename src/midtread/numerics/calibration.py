@@ -110,9 +110,14 @@ def _check_window(text: str, method: str, args: tuple[float, ...]) -> None:
 
 
 def measure(
-    x: jax.Array, axes: tuple[int, ...], how: Calibration, statistic: str
+    x: jax.Array,
+    axes: tuple[int, ...],
+    how: Calibration,
+    statistic: str,
+    real: jax.Array | None = None,
 ) -> dict:
-    """The range of `x` over `axes`, which are kept with extent 1.
+    """The range of `x` over `axes`, which are kept with extent 1. Where `real` is given
+    and False, `x` holds padding zeros.
 
     All methods but mse, which needs the format: see `quantize`.
     """
@@ -122,22 +127,31 @@ def measure(
         high = jnp.maximum(jnp.max(x, **keep()), 0) * jnp.asarray(how._factor, x.dtype)
         return {"min": low, "max": high}
     if how.method == "absmax":
-        size = jnp.mean if statistic == "absmean" else jnp.max
-        amax = size(jnp.abs(x), **keep())
+        if statistic == "absmean":
+            amax = jnp.mean(jnp.abs(x), where=real, **keep())
+        else:
+            amax = jnp.max(jnp.abs(x), **keep())
         return {
             "absmax": amax * jnp.asarray(how._factor, x.dtype) if how.args else amax
         }
     wide = x.astype(jnp.float32)
     if how.method == "rms":
-        size = jnp.sqrt(jnp.mean(jnp.square(wide), **keep())) * how.args[0]
+        size = jnp.sqrt(jnp.mean(jnp.square(wide), where=real, **keep())) * how.args[0]
     elif how.method == "percentile":
-        size = jnp.percentile(jnp.abs(wide), how.args[0], **keep())
+        size = _percentile(jnp.abs(wide), how.args[0], real, keep())
     else:
         raise ValueError(
             f"calibration {how} takes its range from earlier steps, and none was given. "
             "Pass ranges=..., or use a provider that keeps the history."
         )
     return {"absmax": size.astype(x.dtype)}
+
+
+def _percentile(size: jax.Array, p: float, real: jax.Array | None, keep: dict):
+    if real is None:
+        return jnp.percentile(size, p, **keep)
+    inside = jnp.nanpercentile(jnp.where(real, size, jnp.nan), p, **keep)
+    return jnp.where(jnp.any(jnp.isnan(size), **keep), jnp.nan, inside)
 
 
 def fixed_range(how: Calibration, ndim: int, dtype) -> dict:

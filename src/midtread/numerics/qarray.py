@@ -116,9 +116,7 @@ class QArray:
         return views.transpose(self, axes)
 
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
-        axes = list(range(self.ndim))
-        axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
-        return views.transpose(self, axes)
+        return views.swapaxes(self, axis1, axis2)
 
     T = property(lambda self: self.transpose())
     mT = property(lambda self: self.swapaxes(-1, -2))
@@ -206,12 +204,18 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
     _check_input(x)
     if spec.method == "fixed":
         return fixed_range(spec.calibration, x.ndim, x.dtype)
-    padded, counts = spec.layout(x.shape)
+    shape = x.shape
+    padded, counts = spec.layout(shape)
     x = views.pad_to(x, padded)
     if spec.method == "mse":
         return {"absmax": _least_squares_window(x, spec, counts)}
     split, axes = views.split(padded, counts)
-    seen = measure(x.reshape(split), axes, spec.calibration, spec.format.statistic)
+    real = None
+    if padded != shape:  # padding must not count in a mean or a percentile
+        real = views.pad_to(jnp.ones(shape, bool), padded, False).reshape(split)
+    seen = measure(
+        x.reshape(split), axes, spec.calibration, spec.format.statistic, real
+    )
     return {k: v.reshape(counts) for k, v in seen.items()}
 
 
@@ -222,11 +226,12 @@ def _least_squares_window(
     num = int(spec.calibration.args[0]) if spec.calibration.args else 32
     split, axes = views.split(x.shape, counts)
     absmax = jnp.max(jnp.abs(x.reshape(split)), axis=axes).reshape(counts)
+    nearest = dataclasses.replace(spec, rounding="nearest")
 
     def better(best, factor):
         window, least = best
         trial = absmax * factor.astype(absmax.dtype)
-        q = quantize_to_range(x, spec, {"absmax": trial})
+        q = quantize_to_range(x, nearest, {"absmax": trial})
         error = jnp.square(x.astype(jnp.float32) - dequantize(q).astype(jnp.float32))
         loss = jnp.sum(error.reshape(split), axis=axes).reshape(counts)
         wins = loss < least

@@ -127,7 +127,8 @@ def make_noise(
         return lambda shape: uniform(key, shape, site, origin)
 
     def per_row(shape):
-        rows = tuple(n if axis in noise_axes else 1 for axis, n in enumerate(shape))
+        own = [axis % len(shape) for axis in noise_axes]
+        rows = tuple(n if axis in own else 1 for axis, n in enumerate(shape))
         if rounding == "uniform":
             return jax.random.uniform(key, rows, jnp.float32, -0.5, 0.5)
         bits = jax.random.bits(key, rows, jnp.uint8).astype(jnp.float32)

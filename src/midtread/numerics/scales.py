@@ -13,12 +13,15 @@ the ways to get there; `Spec.scale_rule` picks another than the format's own.
     two_level    e4m3 per tile times one float32 per tensor    NVFP4
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.numerics.calibration import Range
+from midtread.numerics.dtypes import wide_dtype
 from midtread.numerics.formats import Format
 from midtread.numerics.rounding import encode
 
@@ -42,12 +45,19 @@ def compute_scales(range_: Range, fmt: Format, rule: str | None = None) -> Scale
     rule = rule or fmt.scale
     if rule == "two_level":
         return _two_level(absmax, fmt, dtype)
-    raw = absmax / jnp.asarray(fmt.bound, absmax.dtype)
+    raw = _over(absmax, fmt.bound)
     scale = _alive(raw)
     if rule is not None:
         power = SCALE_RULES[rule](scale, absmax, fmt)
         scale = jnp.where((scale == raw) & jnp.isfinite(raw), power, scale)
     return Scales(_narrow(scale, dtype))
+
+
+def _over(x: jax.Array, divisor: float) -> jax.Array:
+    """x / divisor, by reciprocal: XLA does so in some contexts (a broadcast or constant
+    divisor) and not in others, and the bits of a scale must not depend on that."""
+    wide = wide_dtype(x.dtype)
+    return (x.astype(wide) * np.asarray(1 / divisor, wide)).astype(x.dtype)
 
 
 def _alive(scale: jax.Array) -> jax.Array:
@@ -73,7 +83,7 @@ def _asymmetric(range_: Range, fmt: Format, dtype) -> Scales:
         )
     low, high = fmt.codes
     span = range_["max"] - range_["min"]
-    scale = _narrow(_alive(span / jnp.asarray(high - low, span.dtype)), dtype)
+    scale = _narrow(_alive(_over(span, high - low)), dtype)
     zero_point = low - range_["min"].astype(jnp.float32) / scale.astype(jnp.float32)
     return Scales(scale, encode(zero_point, fmt))
 
@@ -88,14 +98,15 @@ def _power(exponent: jax.Array, dtype) -> jax.Array:
 
 
 def _pow2_ceil(scale, absmax, fmt):
-    mantissa, exponent = jnp.frexp(scale.astype(jnp.float32))  # mantissa in [1/2, 1)
-    exponent = exponent - (mantissa == 0.5).astype(exponent.dtype)
-    return _power(exponent, scale.dtype)
+    # exactly, where log2 of a rounded quotient is not: compare mantissas in [1/2, 1)
+    mantissa, exponent = jnp.frexp(absmax.astype(jnp.float32))
+    bound_mantissa, bound_exponent = math.frexp(fmt.bound)
+    carry = (mantissa > bound_mantissa).astype(exponent.dtype)
+    return _power(exponent - bound_exponent + carry, scale.dtype)
 
 
 def _pow2_floor(scale, absmax, fmt):
-    # from absmax itself: scale * bound was rounded, and may lie below a power of two
-    exponent = _exponent(absmax) - int(_exponent(jnp.float32(fmt.bound)))
+    exponent = _exponent(absmax) - (math.frexp(fmt.bound)[1] - 1)
     return _power(exponent, scale.dtype)
 
 
@@ -110,8 +121,8 @@ def _two_level(absmax: jax.Array, fmt: Format, dtype) -> Scales:
     absmax = absmax.astype(jnp.float32)
     finite = jnp.isfinite(absmax)  # a poisoned tile must not poison the tensor
     largest = jnp.max(jnp.where(finite, absmax, 0.0), keepdims=True)
-    top = _alive(largest / (fmt.bound * _E4M3_MAX))
-    block = absmax / fmt.bound / top
+    top = _alive(_over(largest, fmt.bound * _E4M3_MAX))
+    block = _over(absmax, fmt.bound) / top
     smallest = 2.0**-9  # e4m3's least subnormal: a live tile must not get scale 0
     block = jnp.where(absmax > 0, jnp.clip(block, smallest, _E4M3_MAX), 1.0)
     block = jnp.where(finite, block, absmax)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.lib.array_utils import normalize_axis_index
 
 if TYPE_CHECKING:
     from midtread.numerics.qarray import QArray
@@ -105,9 +107,18 @@ def part_sharding(sharding: NamedSharding, shape: Sequence[int]) -> NamedShardin
 def transpose(q: "QArray", axes: Sequence) -> "QArray":
     if len(axes) == 1 and not isinstance(axes[0], int):
         axes = axes[0]
-    order = [a % q.ndim for a in axes] if axes else list(reversed(range(q.ndim)))
+    order = [normalize_axis_index(a, q.ndim) for a in axes or range(q.ndim)[::-1]]
+    if sorted(order) != list(range(q.ndim)):
+        raise ValueError(f"cannot transpose {q.shape} by {axes}: name each axis once.")
     logical = None if q.logical is None else tuple(_logical(q)[a] for a in order)
     return q.map(lambda x: x.transpose(order), logical=logical)
+
+
+def swapaxes(q: "QArray", axis1: int, axis2: int) -> "QArray":
+    a, b = (normalize_axis_index(axis, q.ndim) for axis in (axis1, axis2))
+    order = list(range(q.ndim))
+    order[a], order[b] = b, a
+    return transpose(q, order)
 
 
 def _logical(q: "QArray") -> tuple[int | None, ...]:
@@ -153,6 +164,10 @@ def _reshaped_extents(extents, old, new, old_shape, new_shape) -> list[int]:
 
 
 def _fill_unknown(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    if new.count(-1) > 1:
+        raise ValueError(
+            f"cannot reshape {old} to {new}: only one -1 can be filled in."
+        )
     if new.count(-1) == 1:
         known = -math.prod(new)
         new = tuple(math.prod(old) // max(known, 1) if n == -1 else n for n in new)
@@ -182,7 +197,7 @@ def _matching_groups(old: Sequence[int], new: Sequence[int]):
 
 def take(q: "QArray", index: Any) -> "QArray":
     """`q[index]`: indices and slices; on a tiled axis, slices of whole tiles."""
-    index = list(index) if isinstance(index, tuple | list) else [index]
+    index = _plain_indices(index if isinstance(index, tuple) else (index,))
     used = sum(i is not None and i is not Ellipsis for i in index)
     if used > q.ndim:
         raise IndexError(f"too many indices: {used} for an array of shape {q.shape}.")
@@ -206,14 +221,18 @@ def take(q: "QArray", index: Any) -> "QArray":
             )
         if _is_whole(i):
             logical.append(padded[axis])
-        elif not (isinstance(i, int) or getattr(i, "ndim", None) == 0):
+        elif not _is_scalar(i):
             logical.append(None)
         axis += 1
+
+    # Arrays of indices move and merge axes, unless there is one alone, of one axis.
+    arrays = [i for i in index if i is not None and not isinstance(i, slice)]
+    is_alone = len(arrays) == 1 and getattr(arrays[0], "ndim", 0) == 1
 
     def take_part(part):
         own, axis = [], 0
         for i in index:
-            own.append(i if i is None else _part_index(i, q, part, axis))
+            own.append(i if i is None else _part_index(i, q, part, axis, is_alone))
             axis += i is not None
         return part[tuple(own)]
 
@@ -221,14 +240,32 @@ def take(q: "QArray", index: Any) -> "QArray":
     return q.map(take_part, logical=kept)
 
 
-def _part_index(index: Any, q: "QArray", part: jax.Array, axis: int) -> Any:
+def _plain_indices(index: tuple) -> list:
+    """Lists as arrays, and masks as the positions where they hold."""
+    plain = []
+    for i in index:
+        i = np.asarray(i) if isinstance(i, list) else i
+        is_mask = getattr(i, "dtype", None) == bool
+        plain += np.nonzero(i) if is_mask else [i]
+    return plain
+
+
+def _is_scalar(index: Any) -> bool:
+    return isinstance(index, int) or getattr(index, "ndim", None) == 0
+
+
+def _part_index(
+    index: Any, q: "QArray", part: jax.Array, axis: int, is_alone: bool
+) -> Any:
     """What `index` on the values' axis means on a part with fewer elements there."""
     extent, count = q.qvalue.shape[axis], part.shape[axis]
     if count == extent or _is_whole(index):
         return index
-    is_scalar = isinstance(index, int) or getattr(index, "ndim", None) == 0
+    is_scalar = _is_scalar(index)
     if count == 1:
-        return 0 if is_scalar else slice(None)
+        if is_scalar or isinstance(index, slice):
+            return 0 if is_scalar else slice(None)
+        return slice(None) if is_alone else jnp.zeros_like(index)
     tile = extent // count
     if is_scalar:
         return index // tile

@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import xla
+from midtread.kernels import choose, xla
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
-from midtread.ops.contraction import Contraction, lay_over
+from midtread.ops.contraction import Contraction, Dot, lay_over
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
 MIN_TILE = 128
@@ -204,6 +204,11 @@ def _parts(x: Operand) -> list[jax.Array]:
 
 def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
     """At least one side is float by the time of the sum."""
+    if isinstance(c, Dot) and c.out_sharding is None and accumulate is None:
+        labels = c.lhs, c.rhs, c.out
+        out = choose.weight_only(*labels, lhs, rhs, c.precision)
+        if out is not None:
+            return out
     common = result_dtype(lhs, rhs)
     left, lhs_scale = _as_value(c, lhs, "lhs", common)
     right, rhs_scale = _as_value(c, rhs, "rhs", common)

@@ -1,0 +1,37 @@
+# `make demo` and `make test` need Python 3.11 or newer and the package index, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: demo test lint newest clean
+
+demo: $(VENV)/demo.installed
+	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --doctest-modules src tests
+	$(MAKE) newest
+
+lint: $(VENV)/dev.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+# The core tests again on the newest JAX, where a Python that it supports can be found.
+newest:
+	PYTHON="$(PYTHON)" WORKERS=$(WORKERS) bash .ci/newest
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/dev.installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/demo.installed
+
+clean:
+	rm -rf .venv .venv-newest build
