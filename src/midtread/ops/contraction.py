@@ -97,7 +97,7 @@ class Contraction:
         if axis == "kept":
             found = [x for x in self.kept(side)][-1:]
         elif axis == "summed_first":
-            found = [x for x in labels if x in self.summed][:1]
+            found = list(self.summed[:1])  # the same one on both sides
         else:
             found = [self.tiled[side == "rhs"]] if self.can_tile else []
         if not found or found[0] is None:

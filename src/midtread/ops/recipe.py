@@ -87,9 +87,19 @@ class Recipe:
             raise ValueError(f"hadamard={self.drhs.hadamard} must be a power of two.")
 
     @property
-    def is_training(self) -> bool:
-        """The backward is quantized too."""
-        return self.dlhs.g is not None or self.drhs.g is not None
+    def slots(self) -> dict[str, Slot]:
+        """The six operands by name."""
+        return {
+            "fwd.lhs": self.fwd.lhs, "fwd.rhs": self.fwd.rhs,
+            "dlhs.g": self.dlhs.g, "dlhs.rhs": self.dlhs.rhs,
+            "drhs.lhs": self.drhs.lhs, "drhs.g": self.drhs.g,
+        }  # fmt: skip
+
+    @property
+    def is_random(self) -> bool:
+        """Needs a key."""
+        specs = [slot for slot in self.slots.values() if isinstance(slot, Spec)]
+        return bool(self.drhs.hadamard) or any(s.rounding != "nearest" for s in specs)
 
 
 def _is_one_way(spec: Spec) -> bool:
@@ -177,7 +187,8 @@ def aqt_int8(local_shards: int = 1, rounding: str = "stochastic") -> Recipe:
 
 
 def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
-    """AQT's fp8 training: per-tensor scales on all six operands, bfloat16 accumulators.
+    """AQT's fp8 training: e4m3 forward, e5m2 for both operands of both backwards, one
+    scale per tensor, bfloat16 accumulators, and gradients of clipped values pass.
 
     `bounds` are MaxText's `constant_bound_config`: fwd lhs, fwd rhs, dlhs lhs, dlhs rhs,
     drhs lhs, drhs rhs, in AQT's order where a backward's lhs is the gradient.
@@ -187,14 +198,22 @@ def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
             f"constant bounds come in six, in AQT's order; got {len(bounds)}."
         )
     methods = [f"fixed,{b}" for b in bounds] if bounds else ["absmax"] * 6
-    kinds = ["e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3"]
+    kinds = ["e4m3"] * 2 + ["e5m2"] * 4
     x, w, g_dlhs, w_again, g_drhs, x_again = (
         per_tensor(kind, calibration=method) for kind, method in zip(kinds, methods)
     )
     bf16 = jnp.bfloat16
     return Recipe(
-        Fwd(x, w, bf16), Dlhs(g_dlhs, w_again, bf16), Drhs(x_again, g_drhs, bf16)
+        Fwd(x, w, bf16),
+        Dlhs(g_dlhs, w_again, bf16),
+        Drhs(x_again, g_drhs, bf16),
+        mask_clipped=False,
     )
+
+
+def aqt_weights(bits: str) -> Recipe:
+    """AQT's weight-only dot_general_make: dlhs meets the quantized weight, as it was."""
+    return Recipe(Fwd(None, per_channel(bits)), Dlhs(None, REUSE))
 
 
 def te_fp8(calibration: str = "absmax") -> Recipe:
@@ -236,9 +255,9 @@ RECIPES = {
     "qat_fp4": qat("fp4", "fp4"),
     "qat_fp8": qat("e4m3", "e4m3"),
     "aqt_int8": aqt_int8(),  # float, float
-    "aqt_int8w": qat("int8"),
-    "aqt_int4w": qat("int4"),
-    "aqt_fp8": qat("e4m3", "e4m3"),
+    "aqt_int8w": aqt_weights("int8"),  # float, int8
+    "aqt_int4w": aqt_weights("int4"),
+    "aqt_fp8": Recipe(Fwd(per_channel("e4m3"), per_channel("e4m3"), jnp.bfloat16)),
     "aqt_fp8_full": aqt_fp8_full(),
     "te_fp8_current": te_fp8(),  # fp8, fp8
     "te_fp8_delayed": te_fp8("delayed"),

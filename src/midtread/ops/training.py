@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType
 
+from midtread.kernels import xla
 from midtread.numerics import hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
@@ -48,22 +48,24 @@ def train(
     Operands that are QArrays already, or not float, are used as they are and get no
     gradient. With 'delayed' gradients the cotangent of `ranges.g` is the |g| just seen.
     """
-    ranges = ranges or Ranges()
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
-    fwd_specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
-    found = []
-    for x, spec, given in zip((lhs, rhs), fwd_specs, (ranges.lhs, ranges.rhs)):
-        wanted = spec is not None and not isinstance(x, QArray) and is_wide(x.dtype)
-        if wanted and given is None:
-            given = calibrate(lax.stop_gradient(x), spec)
-        found.append(jax.tree.map(lax.stop_gradient, given) if wanted else None)
-    return _train(recipe, site, c, lhs, rhs, Ranges(*found, ranges.g), key)
+    # Layers that look alike share one trace; only noise tells one site from another.
+    how = _How(recipe, site if recipe.is_random else "", xla.platform())
+    return _train(how, c, lhs, rhs, ranges or Ranges(), key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _train(recipe, site, c, lhs, rhs, ranges, key):
-    return _train_fwd(recipe, site, c, lhs, rhs, ranges, key)[0]
+class _How(NamedTuple):
+    """What a trace depends on besides its arguments."""
+
+    recipe: Recipe
+    site: str
+    platform: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _train(how, c, lhs, rhs, ranges, key):
+    return _forward(how, c, lhs, rhs, ranges, key)[0]
 
 
 class _Residual(NamedTuple):
@@ -74,7 +76,9 @@ class _Residual(NamedTuple):
     like: jax.Array  # no elements; a float dtype if the operand wants a gradient
 
 
-def _train_fwd(recipe, site, c, lhs, rhs, ranges, key):
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(how, c, lhs, rhs, ranges, key):
+    recipe = how.recipe
     specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
     operands, kept = [], []
@@ -82,27 +86,29 @@ def _train_fwd(recipe, site, c, lhs, rhs, ranges, key):
         ("lhs", "rhs"), (lhs, rhs), specs, (ranges.lhs, ranges.rhs), slots
     ):
         x = _first_order_only(x)
-        used = (
-            x
-            if range_ is None
-            else quantize_to_range(x, spec, range_, key, (site, name))
-        )
-        reuse = slot is REUSE or not isinstance(used, QArray) or isinstance(x, QArray)
-        value = used if reuse else x
-        mask = None
-        if range_ is not None and spec.calibration.clips and recipe.mask_clipped:
-            mask = _pack(_inside(x, range_))
+        used, mask = x, None
+        if spec is not None and _is_float(x):
+            range_ = calibrate(x, spec) if range_ is None else range_
+            used = quantize_to_range(x, spec, range_, key, (how.site, name))
+            if spec.calibration.clips and recipe.mask_clipped:
+                mask = jnp.packbits(_inside(x, range_), axis=-1)
         operands.append(used)
-        dtype = jnp.int8 if isinstance(x, QArray) else x.dtype
+        dtype = x.dtype if _is_float(x) else jnp.int8
+        value = used if slot is REUSE or isinstance(x, QArray) else x
         kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
     out = contract(c, *operands, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
 
 
-def _train_bwd(recipe, site, residuals, g):
+def _is_float(x: Operand) -> bool:
+    return not isinstance(x, QArray) and is_wide(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(how, residuals, g):
     c, lhs, rhs, g_range, key = residuals
-    g = _first_order_only(g)
-    back = functools.partial(_gradient, c, g=g, g_range=g_range, noise=(key, site))
+    recipe, g = how.recipe, _first_order_only(g)
+    back = functools.partial(_gradient, c, g=g, g_range=g_range, noise=(key, how.site))
     dlhs = back("lhs", recipe.dlhs, lhs, rhs) if _wants_gradient(lhs) else None
     drhs = back("rhs", recipe.drhs, rhs, lhs) if _wants_gradient(rhs) else None
     seen = None
@@ -136,7 +142,7 @@ def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
         g, y = _fold(c, other, g, y)
         range_ = g_range if g_range is not None else calibrate(g, g_spec)
         g = quantize_to_range(g, g_spec, range_, key, (site, "g", side))
-    if y_spec is not None and not isinstance(y, QArray) and is_wide(y.dtype):
+    if y_spec is not None and _is_float(y):
         y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, other, side))
     pair = (g, y) if side == "lhs" else (y, g)
     return _finish(contract(back, *pair, gemm.accumulate), mine)
@@ -179,7 +185,8 @@ def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
     grad = grad.astype(x.like.dtype)
     if x.mask is None:
         return grad
-    return jnp.where(_unpack(x.mask, grad.shape), grad, jnp.zeros_like(grad))
+    inside = jnp.unpackbits(x.mask, axis=-1, count=grad.shape[-1]).astype(bool)
+    return jnp.where(inside, grad, jnp.zeros_like(grad))
 
 
 def _inside(x: jax.Array, range_: Range) -> jax.Array:
@@ -200,14 +207,6 @@ def _compare(op, x, bound):
     return views.broadcast_with(op, x, bound.astype(x.dtype))
 
 
-def _pack(mask: jax.Array) -> jax.Array:
-    return jnp.packbits(mask, axis=-1)
-
-
-def _unpack(bits: jax.Array, shape) -> jax.Array:
-    return jnp.unpackbits(bits, axis=-1, count=shape[-1]).astype(bool)
-
-
 @jax.custom_jvp
 def _first_order_only(g):
     return g
@@ -221,4 +220,4 @@ def _no_second_order(primals, tangents):
     )
 
 
-_train.defvjp(_train_fwd, _train_bwd)
+_train.defvjp(_forward, _backward)
