@@ -10,7 +10,7 @@ for any other. Values beyond the window saturate.
     percentile,p      the p-th percentile of |x|
     mse[,n]           the window with the least squared rounding error of n (32) tried
     fixed,a           [-a, a]; fixed,lo,hi for any window holding 0. Always per tensor
-    delayed[,margin]  max of earlier steps' |x|, handed in by the caller (`AmaxHistory`)
+    delayed[,m]       max of earlier steps' |x|, handed in (`AmaxHistory`), times 2^m
 
 Ranges can also come from statistics gathered over many batches: `Average` for static
 ranges, `AmaxHistory` for delayed scaling. Both are pure: state in, state out.

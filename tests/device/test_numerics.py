@@ -1,0 +1,100 @@
+"""The same numbers on a GPU as on a CPU, in the bits a GPU stores them in.
+
+JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/device
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.numerics.formats import FORMATS, dtype_bits, stored_bits
+from midtread.ops.recipe import RECIPES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def devices():
+    try:
+        return jax.devices("cuda")[0], jax.devices("cpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
+
+
+def on(device, fn, *args):
+    with jax.default_device(device):
+        args = jax.tree.map(lambda a: jax.device_put(np.asarray(a), device), args)
+        return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.float4_e2m1fn])
+def test_four_bits_take_four_bits(dtype, devices):
+    with jax.default_device(devices[0]):
+        assert stored_bits(np.dtype(dtype)) == 4
+
+
+def test_report_bits_of_every_container(devices, capsys):
+    with jax.default_device(devices[0]), capsys.disabled():
+        for dtype in sorted({f.dtype for f in FORMATS.values()}, key=str):
+            print(
+                f"\n{dtype}: {dtype_bits(dtype)} bits, stored {stored_bits(dtype)}",
+                end="",
+            )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_the_same(name, rounding, devices):
+    x = np.random.RandomState(0).randn(64, 256).astype(np.float32)
+    tiles = {1: FORMATS[name].tile} if FORMATS[name].tile else {}
+
+    def codes(x):
+        key = jax.random.key(3)
+        q = mt.quantize(
+            x, name, channelwise_axes=[0], tiled_axes=tiles, rounding=rounding, key=key
+        )
+        wide = jnp.int32 if jnp.issubdtype(q.qvalue.dtype, jnp.integer) else jnp.float32
+        return q.qvalue.astype(wide), q.scale
+
+    for gpu, cpu in zip(on(devices[0], codes, x), on(devices[1], codes, x)):
+        np.testing.assert_array_equal(gpu, cpu)
+
+
+@pytest.mark.parametrize("tile", [None, 128])
+@pytest.mark.parametrize("name", FORMATS)
+def test_matmuls_of_every_format(name, tile, devices):
+    x = np.random.RandomState(0).randn(32, 256).astype(np.float32)
+    w = np.random.RandomState(1).randn(256, 64).astype(np.float32)
+    tile = FORMATS[name].tile or tile
+
+    def both(x, w):
+        qx = mt.quantize(
+            x, name, channelwise_axes=[0], tiled_axes={1: tile} if tile else {}
+        )
+        qw = mt.quantize(
+            w, name, channelwise_axes=[1], tiled_axes={0: tile} if tile else {}
+        )
+        exact = jnp.dot(mt.dequantize(qx), mt.dequantize(qw), precision="highest")
+        return mt.dot(qx, qw, precision="highest"), exact
+
+    ours, exact = on(devices[0], both, x, w)
+    np.testing.assert_allclose(ours, exact, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_training_steps(name, devices):
+    x = np.random.RandomState(0).randn(128, 256).astype(np.float32)
+    w = np.random.RandomState(1).randn(256, 128).astype(np.float32)
+    constant = {"absmax": np.full((1, 1), 5.0, np.float32)}
+    ranges = mt.Ranges(constant, constant, constant) if "delayed" in name else None
+
+    def step(x, w):
+        ops = mt.learn(mt.recipe(name), key=jax.random.key(0), ranges=ranges)
+        out, vjp = jax.vjp(lambda x, w: ops.dot(x, w, precision="highest"), x, w)
+        return out, *vjp(jnp.sin(out))
+
+    for gpu, cpu in zip(on(devices[0], step, x, w), on(devices[1], step, x, w)):
+        # one code may differ where sin() does; the sum of 128 hides it well below this
+        np.testing.assert_allclose(gpu, cpu, atol=5e-3 * np.abs(cpu).max())
