@@ -32,6 +32,7 @@ from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.ops.contraction import Contraction, Dot, lay_over
+from midtread.ops.untouched import untouched
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
 MIN_TILE = 128
@@ -39,6 +40,7 @@ MIN_TILE = 128
 Operand = jax.Array | QArray
 
 
+@untouched
 def contract(
     c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any = None
 ) -> jax.Array:

@@ -24,6 +24,7 @@ from midtread.numerics.spec import Spec
 from midtread.ops.contraction import Contraction
 from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
 from midtread.ops.recipe import REUSE, Recipe
+from midtread.ops.untouched import untouched
 
 
 class Ranges(NamedTuple):
@@ -77,6 +78,7 @@ class _Residual(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@untouched
 def _forward(how, c, lhs, rhs, ranges, key):
     recipe = how.recipe
     specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
@@ -105,6 +107,7 @@ def _is_float(x: Operand) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@untouched
 def _backward(how, residuals, g):
     c, lhs, rhs, g_range, key = residuals
     recipe, g = how.recipe, _first_order_only(g)
