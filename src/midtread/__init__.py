@@ -9,6 +9,10 @@ zero. The tour, from the inside out:
     dot_general ...     JAX's contractions, taking QArrays where JAX takes arrays
     Recipe, recipe      the six operands of a training step; named recipes
     learn(recipe)       the same contractions, quantized while training
+    QuantizationRule    where in a model, and how: a regular expression and formats
+    quantize_model      a Flax model, unedited, under a provider:
+      QtProvider          train it (QAT, QT)
+      PtqProvider         serve it; quantize_params turns its parameters
 
 >>> import jax.numpy as jnp, midtread as mt
 >>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
@@ -16,6 +20,16 @@ zero. The tour, from the inside out:
 (2, 64)
 """
 
+from midtread.model.boxes import WithAux as WithAux
+from midtread.model.flaxlib import QuantStat as QuantStat
+from midtread.model.intercept import disable_interceptions as disable_interceptions
+from midtread.model.provider import QuantizationProvider as QuantizationProvider
+from midtread.model.provider import get_current_rule as get_current_rule
+from midtread.model.quantize import quantize_model as quantize_model
+from midtread.model.rules import QtRule as QtRule
+from midtread.model.rules import QuantizationRule as QuantizationRule
+from midtread.model.rules import as_rules as as_rules
+from midtread.model.rules import load_rules as load_rules
 from midtread.numerics.calibration import AmaxHistory as AmaxHistory
 from midtread.numerics.calibration import Average as Average
 from midtread.numerics.formats import FORMATS as FORMATS
@@ -43,5 +57,8 @@ from midtread.ops.recipe import per_channel as per_channel
 from midtread.ops.recipe import per_tensor as per_tensor
 from midtread.ops.recipe import recipe as recipe
 from midtread.ops.training import Ranges as Ranges
+from midtread.providers.ptq import PtqProvider as PtqProvider
+from midtread.providers.ptq import quantize_params as quantize_params
+from midtread.providers.qt import QtProvider as QtProvider
 
 __version__ = "0.1.0"

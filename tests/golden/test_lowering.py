@@ -85,6 +85,19 @@ PUBLIC = [
     "ragged_dot",
     "ragged_dot_general",
     "recipe",
+    "PtqProvider",
+    "QtProvider",
+    "QtRule",
+    "QuantStat",
+    "QuantizationProvider",
+    "QuantizationRule",
+    "WithAux",
+    "as_rules",
+    "disable_interceptions",
+    "get_current_rule",
+    "load_rules",
+    "quantize_model",
+    "quantize_params",
 ]
 
 

@@ -247,7 +247,9 @@ def quantize_to_range(
 ) -> QArray:
     """Quantize with a range found earlier: static, delayed, or `calibrate`'s."""
     _check_input(x)
-    if spec.method == "delayed" and spec.calibration.args:  # headroom for what is to come
+    if (
+        spec.method == "delayed" and spec.calibration.args
+    ):  # headroom for what is to come
         margin = 2.0 ** spec.calibration.args[0]
         range_ = {k: v * jnp.asarray(margin, v.dtype) for k, v in range_.items()}
     scales = compute_scales(range_, spec.format, spec.scale_rule)

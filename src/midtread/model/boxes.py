@@ -1,0 +1,110 @@
+"""Boxes: a quantized parameter in a model's parameter tree.
+
+`WithAux(array, how)` holds a QArray and the Spec that made it, so that a tree of shapes
+alone says how every parameter is to be quantized (`quantize_params`). In NNX its leaves are
+Variables. It looks enough like a parameter to pass through a layer's own code on the way
+to the matmul, where the provider takes it out.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import flaxlib
+from midtread.numerics.spec import Spec
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["how"]
+)
+@dataclasses.dataclass(frozen=True)
+class WithAux:
+    """A quantized array (or a static scale) and how it was made."""
+
+    array: Any
+    how: Spec
+
+    is_boxed = True  # model/intercept.py routes matmuls of boxed operands
+
+    @property
+    def value(self) -> "WithAux":
+        return flaxlib.unbox(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return flaxlib.unbox(self.array).shape
+
+    @property
+    def ndim(self) -> int:
+        return flaxlib.unbox(self.array).ndim
+
+    @property
+    def dtype(self):
+        return flaxlib.unbox(self.array).dtype
+
+    def replace(self, **changes) -> "WithAux":
+        return dataclasses.replace(self, **changes)
+
+    def astype(self, dtype) -> "WithAux":
+        return self.replace(array=flaxlib.unbox(self.array).astype(dtype))
+
+    def reshape(self, *shape) -> "WithAux":
+        shape = (
+            tuple(shape[0])
+            if len(shape) == 1 and not isinstance(shape[0], int)
+            else shape
+        )
+        if tuple(self.shape) != tuple(shape):
+            raise ValueError(
+                "PTQ weights should already have the target shape: this one has "
+                f"{self.shape}, and {shape} is requested."
+            )
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        if index is Ellipsis:
+            return self.value
+        return self.value.replace(array=flaxlib.unbox(self.array)[index])
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return jnp.matmul(other, self)
+
+    def __matmul__(self, other: Any) -> Any:
+        return jnp.matmul(self, other)
+
+
+nnx.register_data_type(WithAux)
+
+
+def like(box: Any, value: Any) -> Any:
+    """`value` in the same kind of box as `box`: sharding names where extents allow."""
+    if isinstance(box, nn.meta.AxisMetadata):
+        box = box.replace_boxed(value)
+        for field in ("names", "mesh_axes"):
+            names = getattr(box, field, None)
+            if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
+                box = dataclasses.replace(box, **{field: _names(names, value.shape)})
+        return box
+    if isinstance(box, nnx.Variable):
+        box = box.replace(value)
+        metadata = box.get_metadata()
+        field = "out_sharding" if "out_sharding" in metadata else "sharding_names"
+        names = metadata.get(field)
+        if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
+            box.set_metadata(field, _names(names, value.shape))
+        return box
+    return value
+
+
+def _names(names: Any, shape: tuple[int, ...]) -> Any:
+    kept = tuple(None if n == 1 else name for n, name in zip(shape, names))
+    return (
+        jax.sharding.PartitionSpec(*kept)
+        if isinstance(names, jax.sharding.PartitionSpec)
+        else kept
+    )

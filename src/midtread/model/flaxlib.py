@@ -1,0 +1,215 @@
+"""Flaxlib: Linen and NNX behind the same few questions.
+
+    path_of(module)          "encoder/layers/0"; "" for the root
+    params_of(module)        {name: array or boxed array} of the module itself
+    variable(...)            a variable of the module, made if it is not there
+    can_update(module)       statistics may be written now
+    make_rng(module, name)   a key of a random stream
+
+A Linen module knows its path. An NNX module does not, and transforms rebuild modules, so
+that objects cannot be told apart by identity: its path is an attribute of a class of its
+own, made by `adopt`, which survives split and merge because the class does.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import intercept
+from midtread.numerics.qarray import QArray
+
+nnx.register_data_type(QArray)
+
+RNGS = "qwix_rngs"  # where users put nnx.Rngs for stochastic rounding and dropout
+
+
+class QuantStat(nnx.Variable):
+    """Statistics for static ranges: a running sum and a count."""
+
+
+try:
+    nnx.register_variable_name("quant_stats", QuantStat)
+except ValueError:  # Qwix, imported beside us, has taken the name
+    pass
+
+
+_VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
+
+
+def path_of(module: Any) -> str:
+    parts = (
+        module.path if isinstance(module, nn.Module) else getattr(module, "_path", ())
+    )
+    return "/".join(map(str, parts))
+
+
+def unbox(x: Any) -> Any:
+    """The array inside metadata boxes and variables, without applying constraints."""
+    boxes = nn.meta.AxisMetadata | nnx.Variable
+
+    def open_(x):
+        if isinstance(x, nnx.Variable):
+            return unbox(x.get_raw_value())
+        if isinstance(x, nn.Partitioned):
+            return unbox(x.unbox(apply_constraint=False))
+        return unbox(x.unbox()) if isinstance(x, nn.meta.AxisMetadata) else x
+
+    return jax.tree.map(open_, x, is_leaf=lambda x: isinstance(x, boxes))
+
+
+def params_of(module: Any) -> dict[str, Any]:
+    if isinstance(module, nn.Module):
+        if module.scope is None or "params" not in module.variables:
+            return {}
+        return {k: unbox(v) for k, v in module.variables["params"].items()}
+    found = vars(module).items()
+    return {k: unbox(v) for k, v in found if isinstance(v, nnx.Param)}
+
+
+def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
+    """A variable with `.value`; its shape must be what `init` would give."""
+    if isinstance(module, nn.Module):
+        var = module.scope.variable(collection, name, init)
+    elif hasattr(module, name):
+        var = getattr(module, name)
+    else:
+        var = _VARIABLES[collection](init())
+        setattr(module, name, var)
+    held = jax.eval_shape(lambda: flax.core.unfreeze(var.value))
+    fresh = jax.eval_shape(init)
+    if jax.tree.map(lambda a: a.shape, held) != jax.tree.map(lambda a: a.shape, fresh):
+        raise ValueError(
+            f"{path_of(module)!r}: {name} was gathered with shapes "
+            f"{jax.tree.map(lambda a: a.shape, held)}, but this call has "
+            f"{jax.tree.map(lambda a: a.shape, fresh)}. Name the axes that vary in act_batch_axes."
+        )
+    return var
+
+
+def param(module: Any, name: str, init: Callable[[], Any]) -> Any:
+    """A parameter of the module, made if it is not there."""
+    if isinstance(module, nn.Module):
+        return module.scope.param(name, lambda _: init())
+    if not hasattr(module, name):
+        setattr(module, name, jax.tree.map(nnx.Param, init()))
+    return getattr(module, name)
+
+
+def set_on_all(model: nnx.Module, **attributes: Any) -> None:
+    for _, module in nnx.iter_modules(model):
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+
+def can_update(module: Any) -> bool:
+    if isinstance(module, nn.Module):
+        if module.is_initializing():
+            return False
+        return module.is_mutable_collection("quant_stats")
+    return not getattr(module, "disable_quant_stats_update", False)
+
+
+def make_rng(module: Any, name: str) -> jax.Array:
+    if isinstance(module, nn.Module):
+        return module.make_rng(name)
+    rngs = getattr(module, RNGS, None)
+    if not isinstance(rngs, nnx.Rngs):
+        raise ValueError(  # noqa: TRY004
+            f"no random stream {name!r}: set one with "
+            f"model.set_attributes({RNGS}=nnx.Rngs({name}=0))."
+        )
+    return rngs[name]()
+
+
+# --- adopting a model -------------------------------------------------------------------------
+
+
+def adopt_linen(model: nn.Module, provider: Any, methods) -> nn.Module:
+    """A copy of a Linen module that runs `methods` under the provider."""
+    cls = getattr(type(model), "_unquantized_type", type(model))
+    fields: dict[str, Any] = {"_unquantized_type": cls}
+    for name in methods:
+        if not hasattr(cls, name):
+            raise ValueError(f"{cls.__name__} has no method {name!r} to quantize.")
+        fields[name] = _linen_method(cls, name, provider)
+    model = model.copy()
+    object.__setattr__(model, "__class__", type(cls.__name__, (cls,), fields))
+    return model
+
+
+def _linen_method(cls: type, name: str, provider: Any) -> Callable:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if self.scope is None or intercept.is_active(provider):
+            return original(self, *args, **kwargs)
+        with intercept.active(provider, provider.handlers()), intercept.entered(self):
+            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
+            with nn.intercept_methods(_enter_linen):
+                out = original(model, *args, **kwargs)
+            return provider.process_model_output(name, out)
+
+    # wraps() copied the marks of a compact method; this one only calls it
+    for mark in ("compact", "nowrap", "method_handler_wrapped", "__wrapped__"):
+        method.__dict__.pop(mark, None)
+    return method
+
+
+def _enter_linen(next_fn, args, kwargs, context):
+    with intercept.entered(context.module):
+        return next_fn(*args, **kwargs)
+
+
+def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
+    """The same NNX module, given classes that know paths and run under the provider."""
+    for path, module in nnx.iter_modules(model):
+        cls = getattr(type(module), "_unquantized_type", type(module))
+        fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
+        for name, original in _nnx_methods(cls):
+            fields[name] = _nnx_method(original)
+        if path == ():
+            fields[method] = _nnx_root(getattr(cls, method), method, provider)
+        module.__class__ = type(
+            cls.__name__, (cls,), {**fields, "__module__": cls.__module__}
+        )
+    return model
+
+
+def _nnx_methods(cls: type):
+    for name in dir(cls):
+        if name.startswith("_") and name != "__call__":
+            continue
+        original = inspect.getattr_static(cls, name)
+        inherited = any(vars(base).get(name) is original for base in nnx.Module.__mro__)
+        if inspect.isfunction(original) and not inherited:
+            yield name, original
+
+
+def _nnx_method(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        with intercept.entered(self):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if intercept.is_active(provider):
+            with intercept.entered(self):
+                return original(self, *args, **kwargs)
+        with intercept.active(provider, provider.handlers()), intercept.entered(self):
+            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
+            out = original(model, *args, **kwargs)
+            return provider.process_model_output(name, out)
+
+    return method

@@ -1,0 +1,325 @@
+"""Interception: calls to JAX's contractions reach the active provider.
+
+JAX's functions are changed once, on first use, and for good: each asks whether this
+thread is running a quantized model, and if not does what it always did. A plain function
+gets new code, so that every alias of it is caught (nnx.Linear keeps one). Functions that
+JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one that, while
+a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
+
+    active(provider)      handlers of a provider apply, on this thread
+    entered(module)       a module's method is running: which rule applies depends on it
+    disabled()            nothing is touched: inside handlers, kernels and engine
+
+While a model runs, its provider is part of jit's cache key (jax.make_user_context), so
+that a trace of the float model never serves the quantized one, nor the reverse. Modules
+that match different rules differ in the key too.
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+from midtread.ops.untouched import is_running
+
+# name a provider handles -> where JAX keeps the function
+PLAIN = {
+    "dot_general": lax.dot_general,
+    "conv_general_dilated": lax.conv_general_dilated,
+    "ragged_dot": lax.ragged_dot,
+    "ragged_dot_general": lax.ragged_dot_general,
+    "einsum": jnp.einsum,
+    "lax_dot": lax.dot,
+    "tensordot": jnp.tensordot,
+    "take": jnp.take,
+    "asarray": jnp.asarray,
+    # Not contractions: where a layer looks at a parameter before it multiplies.
+    "param": nn.Module.param,
+    "promote_dtype": nn.dtypes.promote_dtype,
+    "promote_dtype_nnx": nnx.nn.dtypes.promote_dtype,
+}
+# jnp functions behind a jit: run without it while a model is active
+JITTED = ("dot", "matmul", "vdot", "inner", "convolve")
+# spellings of a matmul -> the dimension numbers of lax.dot_general, from the two ranks
+SPELLINGS = {
+    "dot": lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ())),
+    "matmul": lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ())),
+    "inner": lambda a, b: (((a - 1,), (b - 1,)), ((), ())),
+    "lax_dot": lambda a, b: (((a - 1,), (0,)), ((), ())),
+}
+
+_originals: dict[str, Callable] = {}
+_install_lock = threading.Lock()
+_numbers = itertools.count(1)
+_cache_key = jax.make_user_context(default_value=None)
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.active: list[Active] = []
+        self.modules: list[Any] = []
+
+
+_thread = _Thread()
+
+
+class Active:
+    """A provider at work on this thread."""
+
+    def __init__(self, provider: Any, handlers: dict[str, Callable]):
+        self.provider = provider
+        self.handlers = handlers
+        self.enabled = True
+
+
+def cache_number(provider: Any) -> int:
+    """A number that is this provider's alone; id() may be used again."""
+    if not hasattr(provider, "_cache_number"):
+        provider._cache_number = next(_numbers)
+    return provider._cache_number
+
+
+def is_active(provider: Any) -> bool:
+    return any(a.provider is provider for a in _thread.active)
+
+
+@contextlib.contextmanager
+def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
+    install()
+    outer_modules, _thread.modules = _thread.modules, []
+    _thread.active.append(Active(provider, handlers))
+    try:
+        with _keyed():
+            yield
+    finally:
+        _thread.active.pop()
+        _thread.modules = outer_modules
+
+
+@contextlib.contextmanager
+def entered(module: Any) -> Iterator[None]:
+    _thread.modules.append(module)
+    try:
+        with _keyed():
+            yield
+    finally:
+        _thread.modules.pop()
+
+
+def current_module() -> Any:
+    """The innermost module whose method is running."""
+    if not _thread.modules:
+        raise ValueError(
+            "Current module is not known: no quantized model is running on this thread."
+        )
+    return _thread.modules[-1]
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Nothing is intercepted inside, on this thread."""
+    before = [a.enabled for a in _thread.active]
+    for a in _thread.active:
+        a.enabled = False
+    try:
+        with _keyed():
+            yield
+    finally:
+        for a, enabled in zip(_thread.active, before):
+            a.enabled = enabled
+
+
+def disable_interceptions(fn: Callable) -> Callable:
+    """`fn`, untouched by whatever provider is active when it runs."""
+
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        with disabled():
+            return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _keyed():
+    """jit's cache key for the providers enabled now, and the rules that apply here."""
+    key = tuple(
+        (cache_number(a.provider), a.provider.rules_here())
+        for a in _thread.active
+        if a.enabled
+    )
+    return _cache_key(key or None)
+
+
+def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
+    """What JAX's function `name` does now."""
+    if not is_running():
+        if name in ("lax_dot", "tensordot") and _any_enabled():
+            spelled = _as_dot_general(name, *args, **kwargs)
+            if spelled is not None:
+                return dispatch("dot_general", *spelled)
+        for a in _thread.active:
+            if a.enabled and name in a.handlers:
+                a.enabled = False
+                try:
+                    with _keyed():
+                        return a.handlers[name](*args, **kwargs)
+                finally:
+                    a.enabled = True
+    return _originals[name](*args, **kwargs)
+
+
+def _any_enabled() -> bool:
+    return any(a.enabled for a in _thread.active)
+
+
+def _is_boxed(x: Any) -> bool:
+    return getattr(type(x), "is_boxed", False)
+
+
+def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
+    """A spelling of a matmul as lax.dot_general's arguments; None if JAX should see to it."""
+    if name == "tensordot":
+        numbers = _tensordot_numbers(a, b, *rest, axes=options.pop("axes", None))
+        return None if numbers is None else ((a, b, numbers), options)
+    if name == "matmul" and b.ndim > 2:
+        return None
+    if name == "lax_dot" and options.pop("dimension_numbers", None) is not None:
+        return None
+    if a.ndim == 0 or b.ndim == 0 or rest:
+        return None
+    return (a, b, SPELLINGS[name](a.ndim, b.ndim)), options
+
+
+def _tensordot_numbers(a, b, *rest, axes):
+    axes = rest[0] if rest else 2 if axes is None else axes
+    if isinstance(axes, int):
+        lhs, rhs = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
+    else:
+        lhs, rhs = ((x,) if isinstance(x, int) else tuple(x) for x in axes)
+    return (tuple(i % a.ndim for i in lhs), tuple(i % b.ndim for i in rhs)), ((), ())
+
+
+def ask(name: str, *args: Any) -> Any:
+    """Asks the outermost active provider; None if there is none."""
+    for a in _thread.active:
+        if name in a.handlers:
+            return a.handlers[name](*args)
+    return None
+
+
+# --- installing -------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Changes JAX's functions, once."""
+    if _originals:
+        return
+    with _install_lock:
+        if _originals:
+            return
+        found = {name: _swap_code(name, fn) for name, fn in PLAIN.items()}
+        for name in JITTED:
+            setattr(jnp, name, _without_jit(getattr(jnp, name)))
+        _catch_operators()
+        pl.pallas_call = _opaque(pl.pallas_call)
+        if hasattr(pl, "kernel"):
+            pl.kernel = _opaque(pl.kernel)
+        _originals.update(found)
+
+
+def _swap_code(name: str, fn: Any) -> Callable:
+    """Gives a plain function code that dispatches; returns what it was."""
+    original = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    original.__kwdefaults__ = fn.__kwdefaults__
+    source = (
+        f"def {fn.__name__}(*args, **kwargs):\n"
+        f"    from midtread.model.intercept import dispatch\n"
+        f"    return dispatch({name!r}, args, kwargs)\n"
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(source, f"<midtread: jax {name}>", "exec"), scope)  # noqa: S102
+    fn.__signature__ = inspect.signature(fn)
+    fn.__code__ = scope[fn.__name__].__code__
+    fn.__defaults__ = fn.__kwdefaults__ = None
+    return original
+
+
+def _without_jit(jitted: Any) -> Callable:
+    name = jitted.__name__
+
+    @functools.wraps(jitted)
+    def wrapper(*args, **kwargs):
+        if not _any_enabled() or is_running():
+            return jitted(*args, **kwargs)
+        if name in SPELLINGS and any(map(_is_boxed, args)):  # JAX would refuse the box
+            spelled = _as_dot_general(name, *args, **kwargs)
+            if spelled is None:
+                return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
+            return dispatch("dot_general", *spelled)
+        return jitted.__wrapped__(*args, **kwargs)
+
+    return wrapper
+
+
+def _catch_operators() -> None:
+    """`x @ w` does not look jnp.matmul up, so the operator of arrays and of tracers is
+    replaced as well. Private: the class of concrete arrays has no public name."""
+    from jax._src.array import ArrayImpl
+
+    for cls in (ArrayImpl, jax.core.Tracer):
+        for operator in ("__matmul__", "__rmatmul__"):
+            setattr(cls, operator, _operator(operator, getattr(cls, operator)))
+
+
+def _operator(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self, other):
+        if _any_enabled() and not is_running() and hasattr(other, "shape"):
+            pair = (self, other) if name == "__matmul__" else (other, self)
+            return jnp.matmul(*pair)
+        return original(self, other)
+
+    return wrapper
+
+
+def _opaque(make: Callable) -> Callable:
+    """A kernel maker whose kernels are never touched, now or when they run later."""
+
+    @functools.wraps(make)
+    def wrapper(*args, **kwargs):
+        with disabled():
+            made = make(*args, **kwargs)
+        return disable_interceptions(made) if callable(made) else made
+
+    return wrapper
+
+
+# --- where an array comes from ----------------------------------------------------------------
+
+
+def ancestors(x: Any) -> Iterator[Any]:
+    """`x`, and what it was made from by functions of one argument (casts, reshapes,
+    sharding constraints). Private: a tracer's `parent` is how jit records its equations."""
+    while x is not None:
+        yield x
+        parent = getattr(x, "parent", None)
+        if parent is not None and len(parent.in_tracers) == 1:
+            (x,) = parent.in_tracers
+        elif hasattr(x, "get_const"):
+            const = x.get_const()
+            x = None if const is x else const
+        else:
+            return

@@ -1,0 +1,180 @@
+"""Provider: what happens at a matched site.
+
+A provider owns rules, and methods named like the ops it handles. While a model runs,
+JAX's `lax.dot_general(...)` becomes `provider.dot_general(...)` with the same arguments;
+the method asks `_get_current_rule_and_op_id` what applies where it stands, and is free to
+call JAX itself: inside a handler nothing is intercepted. Write a subclass to do something
+of your own at matched sites.
+
+An op id is the op's name and a number, counted per module and call: "dot_general0" is a
+module's first matmul, whether or not a rule matches it. Statistics are stored under it.
+"""
+
+import collections
+import dataclasses
+import difflib
+import functools
+import re
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import linen as nn
+
+from midtread.model import flaxlib, intercept
+from midtread.model.rules import QuantizationRule, as_rules
+
+OPS = (
+    "dot_general",
+    "einsum",
+    "conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+)
+
+
+class QuantizationProvider:
+    """Rules, and handlers for the ops they match."""
+
+    rule_type: type = QuantizationRule
+    ops: tuple[str, ...] = OPS
+
+    def __init__(
+        self, rules: Sequence[Any], *, disable_jit: bool = False, strict: bool = False
+    ):
+        self._rules = [
+            self._init_rule(rule) for rule in as_rules(rules, self.rule_type)
+        ]
+        self._rule_matches = [0] * len(self._rules)
+        self._paths: dict[str, None] = {}  # every path seen, in order
+        self._initial_run_complete = False
+        self._counts = threading.local()
+        self.disable_jit = (
+            disable_jit  # accepted for Qwix's sake: nothing here depends on it
+        )
+        self.strict = strict
+
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        """Fills in defaults and refuses what makes no sense."""
+        if rule.act_qtype is None and rule.act_static_scale is not None:
+            raise ValueError(
+                f"Invalid rule: act_static_scale is set to {rule.act_static_scale} but act_qtype "
+                "is None. Either unset act_static_scale, or set act_qtype to quantize "
+                f"activations. (Rule: {rule})"
+            )
+        return dataclasses.replace(
+            rule,
+            act_static_scale=bool(rule.act_static_scale),
+            act_calibration_method=rule.act_calibration_method or "absmax",
+        )
+
+    def handlers(self) -> dict[str, Callable]:
+        """The methods that take the place of JAX's functions."""
+        found = {name: getattr(self, name) for name in self.ops if hasattr(self, name)}
+        found["current_rule"] = self._rule_for
+        return found
+
+    # Which rule applies here.
+
+    def rules_here(self) -> tuple[int, ...]:
+        """Which rules could match in the current module: part of jit's cache key."""
+        try:
+            path = flaxlib.path_of(intercept.current_module())
+        except ValueError:
+            return ()
+        return _matching(self._patterns, path)
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(rule.module_path for rule in self._rules)
+
+    def _rule_for(self, op_name: str):
+        return self._get_current_rule_and_op_id(op_name, only_rule=True)[0]
+
+    def _get_current_rule_and_op_id(
+        self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False
+    ) -> tuple[Any, str | None]:
+        """The first rule that matches the current module and op, and the op's id there."""
+        module = intercept.current_module()
+        path = flaxlib.path_of(module)
+        self._paths.setdefault(path)
+        index = next(
+            (i for i, r in enumerate(self._rules) if r.matches(path, op_name)), None
+        )
+        rule = None if index is None else self._rules[index]
+        if index is not None:
+            self._rule_matches[index] += 1
+        if only_rule:
+            return rule, None
+        counter = self._counter(module)
+        if not repeated_call:
+            counter[op_name] += 1
+        return rule, f"{op_name}{counter[op_name] - 1}"
+
+    def _counter(self, module: Any) -> collections.Counter:
+        """Ops seen per module in this call; Linen modules that share a scope share it."""
+        if not hasattr(self._counts, "by_module"):
+            self._counts.by_module = {}
+        owner = module.scope if isinstance(module, nn.Module) else module
+        held = self._counts.by_module.setdefault(
+            id(owner), (owner, collections.Counter())
+        )
+        return held[1]
+
+    # Around a call of the model.
+
+    def process_model_inputs(self, model: Any, args: Sequence[Any], kwargs: dict):
+        """Called before the model; may change what it is called with."""
+        self._counts.by_module = {}
+        return model, args, kwargs
+
+    def process_model_output(self, method_name: str, output: Any) -> Any:
+        """Called after the model; may change what it returns."""
+        first = not self._initial_run_complete
+        self._initial_run_complete = True
+        self._counts.by_module = {}
+        if first:
+            self._report_unused()
+        return output
+
+    def _report_unused(self) -> None:
+        unused = self.get_unused_rules()
+        if not unused:
+            return
+        lines = []
+        for rule in unused:
+            near = difflib.get_close_matches(
+                rule.module_path, list(self._paths), 3, 0.3
+            )
+            near = near or list(self._paths)[:3]
+            ops = f" with op_names={tuple(rule.op_names)}" if rule.op_names else ""
+            lines.append(
+                f"module_path={rule.module_path!r}{ops}; paths near it: {near}"
+            )
+        text = "rules that matched nothing: " + "; ".join(lines)
+        if self.strict:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=2)
+
+    def get_unused_rules(self) -> list[Any]:
+        """Rules that matched no op so far."""
+        if not self._initial_run_complete:
+            raise ValueError(
+                "Quantization is not completed yet: call quantize_model, and for a Linen model "
+                "init or apply, before get_unused_rules."
+            )
+        return [r for r, count in zip(self._rules, self._rule_matches) if not count]
+
+
+@functools.lru_cache(maxsize=4096)
+def _matching(patterns: tuple[str, ...], path: str) -> tuple[int, ...]:
+    return tuple(i for i, p in enumerate(patterns) if re.fullmatch(p, path))
+
+
+def get_current_rule(op_name: str) -> Any:
+    """The rule for an op in the module now running, or None outside a quantized model.
+
+    For kernels, which no provider looks into: ask, and quantize accordingly.
+    """
+    return intercept.ask("current_rule", op_name)

@@ -1,0 +1,86 @@
+"""quantize_model: a Flax model that runs under a provider, and was not edited.
+
+A Linen module is copied and given a subclass whose methods switch the provider on. An NNX
+module gets new Variables over the same arrays (nothing is copied) and subclasses that know
+their paths; then one abstract run finds out what the provider adds to it. The model that
+was passed in is left as it was.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import flaxlib
+from midtread.model.provider import QuantizationProvider
+
+
+def quantize_model(
+    model: Any,
+    provider: QuantizationProvider,
+    *model_inputs: Any,
+    methods: Collection[str] = ("__call__",),
+    **model_inputs_kwargs: Any,
+) -> Any:
+    """`model` under `provider`.
+
+    Args:
+        model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
+        methods: the methods that run quantized; one for NNX.
+    """
+    if not isinstance(provider, QuantizationProvider):
+        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    if isinstance(model, nn.Module):
+        if model_inputs or model_inputs_kwargs:
+            raise ValueError("Model inputs must not be provided for linen models.")
+        return flaxlib.adopt_linen(model, provider, methods)
+    if isinstance(model, nnx.Module):
+        if not model_inputs and not model_inputs_kwargs:
+            raise ValueError("Model inputs must be provided for nnx models.")
+        if len(methods) != 1:
+            raise ValueError("Only one method is supported for nnx models.")
+        (method,) = methods
+        return _quantize_nnx(model, provider, method, model_inputs, model_inputs_kwargs)
+    raise ValueError(
+        f"Unsupported model type: {type(model)}. Midtread quantizes flax.linen and flax.nnx "
+        "modules; for plain functions use quantize_function."
+    )
+
+
+def _quantize_nnx(model, provider, method, inputs, kwargs):
+    rngs = kwargs.pop("rngs", None)
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError("Rngs must be an nnx.Rngs instance.")
+    skip = kwargs.pop("skip_nnx_init", False)
+    model = nnx.merge(*nnx.split(model))  # new Variables over the same arrays
+    model = flaxlib.adopt_nnx(model, provider, method)
+    if not skip:
+        provider.prepare_nnx(model, method, inputs, kwargs, rngs)
+    return model
+
+
+def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
+    """Runs the model on shapes alone; returns it, holding shapes, with all that was added.
+
+    Python objects among the inputs stay as they are; arrays become shapes.
+    """
+    is_array = lambda x: (
+        isinstance(x, jax.Array | jax.ShapeDtypeStruct) or hasattr(x, "__array__")
+    )
+    leaves, tree = jax.tree.flatten((inputs, kwargs))
+    arrays = [x if is_array(x) else None for x in leaves]
+    graph, state = nnx.split(model)
+
+    def run(state, arrays):
+        model = nnx.merge(graph, state)
+        mixed = [x if a is None else a for x, a in zip(leaves, arrays)]
+        args, named = jax.tree.unflatten(tree, mixed)
+        getattr(model, method)(*args, **named)
+        graph_out, state_out = nnx.split(model)
+        run.graph = graph_out
+        return state_out
+
+    abstract = jax.eval_shape(run, state, arrays)
+    return nnx.merge(run.graph, abstract)

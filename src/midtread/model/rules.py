@@ -1,0 +1,149 @@
+"""Rules: where to quantize, and how.
+
+A rule has a key and a value. The key is a regular expression that must match a whole
+module path ("encoder/layers/3/mlp", "" for the root) and, optionally, names of ops. The
+first rule whose key matches decides; later ones are not looked at. A rule without a
+`weight_qtype` or an `act_qtype` therefore means: leave this alone.
+
+Rules are plain data. `as_rules` also takes dicts, as they come out of YAML or JSON:
+
+>>> as_rules([{"module_path": "mlp/.*", "weight_qtype": "int8"}])[0].weight_qtype
+'int8'
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from midtread.numerics import calibration
+from midtread.numerics.formats import as_format
+from midtread.numerics.rounding import ROUNDINGS
+from midtread.ops.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizationRule:
+    """One scale per channel unless tiled; absmax unless calibrated otherwise.
+
+    Args:
+        module_path: regular expression that a whole module path must match.
+        op_names: ops it applies to ("dot_general", "einsum", ...); empty for all.
+        weight_qtype: format of weights; None leaves them in float.
+        act_qtype: format of activations; None leaves them in float.
+        tile_size: neighbours along the summed axis that share a scale; a float is a
+            fraction of the axis, a mapping {axis: size} tiles those axes.
+        act_static_scale: one scale found beforehand instead of one per call.
+        weight_calibration_method, act_calibration_method: see numerics/calibration.py.
+        act_batch_axes: axes that static ranges are averaged over.
+    """
+
+    module_path: str = ".*"
+    op_names: Collection[str] = ()
+    weight_qtype: Any = None
+    act_qtype: Any = None
+    tile_size: Any = None
+    act_static_scale: bool | None = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: str | None = None
+    act_batch_axes: Collection[int] = (0,)
+
+    def __post_init__(self):
+        try:
+            re.compile(self.module_path)
+        except re.error as error:
+            raise ValueError(
+                f"module_path {self.module_path!r} is not a regular expression: {error}."
+            ) from None
+        if isinstance(self.op_names, str):
+            raise TypeError(
+                f"op_names takes several names: write ({self.op_names!r},)."
+            )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_qtype") and value is not None:
+                as_format(value)
+            if field.name.endswith("_calibration_method") and value is not None:
+                calibration.parse(value)
+
+    def matches(self, path: str, op_name: str) -> bool:
+        if self.op_names and op_name not in self.op_names:
+            return False
+        return re.fullmatch(self.module_path, path) is not None
+
+    @property
+    def tiles(self) -> dict:
+        """`tile_size` as a Spec's tiled_axes."""
+        if isinstance(self.tile_size, Mapping):
+            return dict(self.tile_size)
+        return {"summed": self.tile_size} if self.tile_size else {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QtRule(QuantizationRule):
+    """A rule for training. Without `bwd_qtype` the backward stays in float (QAT).
+
+    Args:
+        bwd_qtype: format of gradients in both backward matmuls.
+        bwd_weight_grad_tile_size: tiles of the sum that gives a weight's gradient.
+        disable_channelwise_axes: one scale per tensor, in all three matmuls.
+        bwd_stochastic_rounding: a rounding for gradients; needs the random stream
+            'stochastic_rounding'.
+        channelwise_noise_axes: axes with a noise of their own, for Qwix's two methods.
+        additional_qt_config: overrides by the names of Qwix's DotGeneralQtConfig.
+        recipe: the whole recipe instead, for those who write their own.
+    """
+
+    bwd_qtype: Any = None
+    bwd_calibration_method: str = "absmax"
+    bwd_weight_grad_tile_size: int | float | None = None
+    disable_channelwise_axes: bool = False
+    bwd_stochastic_rounding: str | None = None
+    channelwise_noise_axes: Sequence[int] = (0,)
+    additional_qt_config: Mapping[str, Any] | None = None
+    recipe: Recipe | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bwd_stochastic_rounding not in (None, *ROUNDINGS):
+            raise ValueError(
+                f"unknown bwd_stochastic_rounding {self.bwd_stochastic_rounding!r}. "
+                f"There are: {', '.join(ROUNDINGS[1:])}."
+            )
+
+
+def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
+    """Rules from rules or dicts; a field that does not exist is named, with the nearest."""
+    rules = list(rules)
+    return [
+        _from_dict(r, i, kind) if isinstance(r, Mapping) else r
+        for i, r in enumerate(rules)
+    ]
+
+
+def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
+    known = [f.name for f in dataclasses.fields(kind)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = (
+                f" Did you mean {near[0]!r}?"
+                if near
+                else f" There are: {', '.join(known)}."
+            )
+            raise ValueError(f"rule {index} has an unknown field {name!r}.{hint}")
+    return kind(**fields)
+
+
+def load_rules(path: str, kind: type = QuantizationRule) -> list[Any]:
+    """Rules from a YAML file: a list of mappings."""
+    import yaml  # flax brings it; nobody else needs it
+
+    with open(path) as file:
+        content = yaml.safe_load(file)
+    if not isinstance(content, list):
+        raise TypeError(
+            f"{path} should hold a list of rules, not a {type(content).__name__}."
+        )
+    return as_rules(content, kind)

@@ -1,0 +1,297 @@
+"""PtqProvider: weights quantized once, activations as they come.
+
+A model under this provider holds `WithAux` boxes where its float parameters were. They get
+there in one of three ways: `init` of a Linen model makes them (under jax.eval_shape only
+their shapes); `quantize_params` fills that tree from a float checkpoint, a part at a time if
+need be; an NNX model is quantized parameter by parameter, after an abstract run that finds
+out which and how.
+
+Gradients flow straight through quantized activations, so that adapters can be trained.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import boxes, flaxlib, intercept
+from midtread.model.boxes import WithAux
+from midtread.model.provider import OPS, QuantizationProvider
+from midtread.model.quantize import abstract_call
+from midtread.model.weights import find_param
+from midtread.numerics.calibration import Average
+from midtread.numerics.dtypes import is_wide
+from midtread.numerics.formats import as_format
+from midtread.numerics.qarray import QArray, calibrate, quantize_by_spec
+from midtread.numerics.scales import compute_scales
+from midtread.numerics.spec import Spec
+from midtread.ops.api import Ops
+from midtread.ops.recipe import Fwd, Recipe
+from midtread.ops.training import Ranges, train
+
+
+class PtqProvider(QuantizationProvider):
+    """Serves quantized weights, with activations in float or quantized on the way."""
+
+    ops = (*OPS, "asarray", "param", "promote_dtype", "promote_dtype_nnx")
+
+    def dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("dot_general", jax.lax.dot_general, args, kwargs)
+
+    def einsum(self, *args, **kwargs) -> jax.Array:
+        return self._run("einsum", jnp.einsum, args, kwargs)
+
+    def conv_general_dilated(self, *args, **kwargs) -> jax.Array:
+        return self._run(
+            "conv_general_dilated", jax.lax.conv_general_dilated, args, kwargs
+        )
+
+    def ragged_dot(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot", jax.lax.ragged_dot, args, kwargs)
+
+    def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
+
+    def _run(self, name: str, plain, args, kwargs) -> jax.Array:
+        rule, op_id = self._get_current_rule_and_op_id(name)
+        boxed = any(isinstance(a, WithAux) for a in args)
+        if not boxed and (
+            rule is None or (rule.weight_qtype is None and rule.act_qtype is None)
+        ):
+            return plain(*args, **kwargs)
+        kwargs.pop("_dot_general", None)
+        args = [_open(a) for a in args]
+        names = {
+            id(a): find_param(intercept.current_module(), a)
+            for a in args
+            if _is_float(a)
+        }
+        ops = Ops(functools.partial(self._serve, rule, op_id, names))
+        return getattr(ops, name)(*args, **kwargs)
+
+    def _serve(self, rule, op_id: str, names: dict, c, lhs, rhs) -> jax.Array:
+        operands, specs, ranges = [], [], []
+        for side, x in (("lhs", lhs), ("rhs", rhs)):
+            spec, range_ = None, None
+            if _is_float(x) and rule is not None:
+                name = names.get(id(x))
+                if name is not None and rule.weight_qtype is not None:
+                    how = c.place(
+                        _spec(rule, rule.weight_qtype, rule.weight_calibration_method),
+                        side,
+                    )
+                    x = self._quantize_param(name, x, how)
+                elif name is None and rule.act_qtype is not None:
+                    spec = _spec(rule, rule.act_qtype, rule.act_calibration_method)
+                    if rule.act_static_scale:
+                        range_ = self._static_range(
+                            rule, f"{op_id}_{side}", c.place(spec, side), x
+                        )
+            operands.append(x)
+            specs.append(spec)
+            ranges.append(range_)
+        recipe = Recipe(Fwd(*specs), mask_clipped=False)
+        return train(c, recipe, *operands, Ranges(*ranges))
+
+    def _quantize_param(self, name: str, x: jax.Array, how: Spec) -> QArray:
+        """Puts a quantized parameter in the place of a float one."""
+        module = intercept.current_module()
+        box = WithAux(quantize_by_spec(x, how), how)
+        if isinstance(module, nn.Module):
+            if not module.is_initializing():
+                raise ValueError(
+                    "It seems you're feeding an unquantized param to a quantized model: "
+                    f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
+                    "quantize_params first."
+                )
+            held = module.get_variable("params", name)
+            module.put_variable(
+                "params", name, jax.tree.map(lambda v: boxes.like(held, v), box)
+            )
+        else:
+            held = getattr(module, name)
+            setattr(module, name, jax.tree.map(lambda v: boxes.like(held, v), box))
+        return box.array
+
+    def _static_range(self, rule, name: str, spec: Spec, x: jax.Array):
+        """The range behind a stored scale, which is a parameter beside the weight."""
+        module = intercept.current_module()
+
+        def init():
+            stat = (
+                getattr(module, name, None) if isinstance(module, nnx.Module) else None
+            )
+            if isinstance(stat, flaxlib.QuantStat):
+                delattr(module, name)
+                seen = Average().range(stat.value)
+            else:
+                axes = tuple(a % x.ndim for a in rule.act_batch_axes)
+                seen = calibrate(jax.lax.stop_gradient(x), spec)
+                seen = {
+                    k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()
+                }
+            return compute_scales(seen, spec.format, spec.scale_rule)
+
+        scale = flaxlib.param(
+            module, f"{name}_scale", lambda: WithAux(init().scale, spec)
+        )
+        scale = flaxlib.unbox(scale).array.astype(jnp.float32)
+        if not spec.calibration.is_asymmetric:
+            return {"absmax": (scale * spec.format.bound).astype(x.dtype)}
+        zero = flaxlib.unbox(
+            flaxlib.param(module, f"{name}_zero_point", lambda: init().zero_point)
+        )
+        low, high = spec.format.codes
+        at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
+        return {"min": at(low), "max": at(high)}
+
+    # What a layer does to its parameter before it multiplies.
+
+    def param(self, module: nn.Module, name: str, *args, **kwargs) -> Any:
+        """A box is given out as it is: its shapes are not those that init would make."""
+        held = module.get_variable("params", name)
+        if isinstance(held, WithAux):
+            return flaxlib.unbox(held)
+        return nn.Module.param(module, name, *args, **kwargs)
+
+    def promote_dtype(self, *args, **kwargs) -> list[Any]:
+        plain = nn.dtypes.promote_dtype(
+            *[None if _is_box(a) else a for a in args], **kwargs
+        )
+        return [a if _is_box(a) else p for a, p in zip(args, plain)]
+
+    def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
+        return tuple(self.promote_dtype(*args, **kwargs))
+
+    def asarray(self, a: Any, *args, **kwargs) -> Any:
+        return flaxlib.unbox(a) if _is_box(a) else jnp.asarray(a, *args, **kwargs)
+
+    def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
+        """Quantizes in place, one parameter after the other; nothing else is run."""
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
+        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        static = False
+        for path, module in nnx.iter_modules(model):
+            for name, box in vars(after[path]).items():
+                if isinstance(box, WithAux) and isinstance(
+                    flaxlib.unbox(box.array), QArray
+                ):
+                    held = getattr(module, name)
+                    value = _quantize_jit(
+                        box.how, flaxlib.unbox(held).reshape(box.shape)
+                    )
+                    made = WithAux(value, box.how)
+                    setattr(
+                        module,
+                        name,
+                        jax.tree.map(lambda v, held=held: boxes.like(held, v), made),
+                    )
+                static = static or (
+                    isinstance(box, WithAux) and not hasattr(module, name)
+                )
+        if static:  # scales of activations come from the data: that takes a real run
+            getattr(model, method)(*inputs, **kwargs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _quantize_jit(how: Spec, x: jax.Array) -> QArray:
+    return quantize_by_spec(x, how)
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, WithAux | QArray)
+
+
+def _is_float(x: Any) -> bool:
+    return not _is_box(x) and hasattr(x, "dtype") and is_wide(x.dtype)
+
+
+def _open(x: Any) -> Any:
+    x = flaxlib.unbox(x) if isinstance(x, WithAux | nnx.Variable) else x
+    return x.array if isinstance(x, WithAux) else x
+
+
+def _spec(rule, qtype: Any, method: str) -> Spec:
+    fmt = as_format(qtype)
+    tiles = rule.tiles or ({"summed": fmt.tile} if fmt.tile else {})
+    return Spec(fmt, ("kept",), tiles, method)
+
+
+def quantize_params(
+    params: Any,
+    abstract_quantized_params: Any,
+    quant_stats: Any = None,
+    *,
+    allow_extra_params: bool = False,
+) -> Any:
+    """Quantizes a float parameter tree for a model under PtqProvider.
+
+    Args:
+        params: nested dict of arrays; any subtree of the model's.
+        abstract_quantized_params: what the quantized model's `init` gives under
+            jax.eval_shape (Linen), or the quantized model itself (NNX).
+        quant_stats: statistics of a QAT model, for static activation scales.
+        allow_extra_params: drop parameters that the quantized model does not have.
+    """
+    out = {}
+    for path, param in flax.traverse_util.flatten_dict(params).items():
+        if not isinstance(param, jax.Array):
+            raise TypeError(
+                f"params is not a pure dict of jax.Array: {'/'.join(map(str, path))} is a "
+                f"{type(param).__name__}. Use nn.unbox or nnx.to_pure_dict first."
+            )
+        target = _at(abstract_quantized_params, path)
+        if target is None:
+            if allow_extra_params:
+                continue
+            raise ValueError(f"{path} is not found in the abstract_quantized_params.")
+        if isinstance(target, WithAux):
+            value = _quantize_jit(target.how, param.reshape(target.shape))
+            param = WithAux(value, target.how)
+        out[path] = param
+    out |= _static_scales(abstract_quantized_params, quant_stats or {})
+    if isinstance(abstract_quantized_params, nnx.Module):
+        out = nnx.to_pure_dict(nnx.state(out))
+    return flax.traverse_util.unflatten_dict(out)
+
+
+def _static_scales(abstract: Any, quant_stats: Any) -> dict:
+    out = {}
+    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(quant_stats))
+    for path in {p[:-1] for p in flat}:
+        stat = {p[-1]: v for p, v in flat.items() if p[:-1] == path}
+        if stat["count"] == 0:
+            raise ValueError(
+                f"quant_stats is not initialized for {path}: run the model on some data first."
+            )
+        scale_path = (*path[:-1], f"{path[-1]}_scale")
+        target = _at(abstract, scale_path)
+        if not isinstance(target, WithAux):
+            raise ValueError(  # noqa: TRY004
+                f"the quantized model has no static scale at {scale_path}."
+            )
+        scales = compute_scales(
+            Average().range(stat), target.how.format, target.how.scale_rule
+        )
+        out[scale_path] = target.replace(array=scales.scale)
+        if scales.zero_point is not None:
+            out[(*path[:-1], f"{path[-1]}_zero_point")] = scales.zero_point
+    return out
+
+
+def _at(tree: Any, path: tuple) -> Any:
+    for key in path:
+        if tree is None:
+            return None
+        if isinstance(tree, Mapping):
+            tree = tree.get(key)
+        elif isinstance(tree, list | nnx.List) and isinstance(key, int):
+            tree = tree[key] if 0 <= key < len(tree) else None
+        else:
+            tree = getattr(tree, key, None)
+    return tree

@@ -1,0 +1,144 @@
+"""QtProvider: quantization-aware training and quantized training.
+
+At every matched site the rule and the roles of the operands (weight or activation) make a
+Recipe, and the engine trains under it. With `act_static_scale` the ranges of activations
+are averaged over the batches seen, in `quant_stats`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.model import flaxlib, intercept
+from midtread.model.provider import QuantizationProvider
+from midtread.model.quantize import abstract_call
+from midtread.model.rules import QtRule, QuantizationRule
+from midtread.model.weights import find_param
+from midtread.numerics.calibration import Average
+from midtread.numerics.dtypes import is_wide
+from midtread.numerics.qarray import QArray, calibrate
+from midtread.numerics.spec import Spec
+from midtread.ops.api import Ops
+from midtread.ops.recipe import Recipe
+from midtread.ops.training import Ranges, train
+from midtread.providers.qtconfig import QtConfig
+
+
+class QtProvider(QuantizationProvider):
+    """Trains under rules: QAT without `bwd_qtype`, QT with it."""
+
+    rule_type = QtRule
+
+    def _init_rule(self, rule: QuantizationRule) -> QtRule:
+        if not isinstance(rule, QtRule):
+            rule = QtRule(
+                **{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+            )
+        return super()._init_rule(rule)  # pyright: ignore[reportReturnType]
+
+    def dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("dot_general", jax.lax.dot_general, args, kwargs)
+
+    def einsum(self, *args, **kwargs) -> jax.Array:
+        return self._run("einsum", jnp.einsum, args, kwargs)
+
+    def conv_general_dilated(self, *args, **kwargs) -> jax.Array:
+        return self._run(
+            "conv_general_dilated", jax.lax.conv_general_dilated, args, kwargs
+        )
+
+    def ragged_dot(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot", jax.lax.ragged_dot, args, kwargs)
+
+    def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
+
+    def _run(self, name: str, plain, args, kwargs) -> jax.Array:
+        rule, op_id = self._get_current_rule_and_op_id(name)
+        if rule is None or _leaves_alone(rule):
+            return plain(*args, **kwargs)
+        kwargs.pop("_dot_general", None)
+        ops = Ops(functools.partial(self._train, rule, op_id))
+        return getattr(ops, name)(*args, **kwargs)
+
+    def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
+        module = intercept.current_module()
+        weights = tuple(
+            not isinstance(x, QArray) and find_param(module, x) for x in (lhs, rhs)
+        )
+        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]))
+        ranges, key = Ranges(), None
+        if rule.act_static_scale:
+            ranges = Ranges(*(
+                self._static_range(rule, f"{op_id}_{side}", c.place(spec, side), x)
+                if spec is not None and not is_weight and is_wide(x.dtype) else None
+                for side, spec, x, is_weight in zip(
+                    ("lhs", "rhs"), (recipe.fwd.lhs, recipe.fwd.rhs), (lhs, rhs), weights)
+            ))  # fmt: skip
+        if recipe.is_random:
+            key = flaxlib.make_rng(module, "stochastic_rounding")
+        site = f"{flaxlib.path_of(module)}/{op_id}"
+        return train(c, recipe, lhs, rhs, ranges, key, site)
+
+    def _static_range(self, rule: QtRule, name: str, spec: Spec, x: jax.Array):
+        """The average range so far; the current one until there is an average."""
+        module = intercept.current_module()
+        axes = tuple(a % x.ndim for a in rule.act_batch_axes)
+        seen = calibrate(jax.lax.stop_gradient(x), spec)
+        seen = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
+        average = Average()
+        stat = flaxlib.variable(module, "quant_stats", name, lambda: average.init(seen))
+        if flaxlib.can_update(module):
+            stat.value = average.update(stat.value, seen)
+        return average.range(stat.value, seen)
+
+    def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
+        """Adds the statistics that a first run would, at zero."""
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
+        after = abstract_call(model, method, inputs, kwargs)
+        wanted = {path: m for path, m in nnx.iter_modules(after)}
+        for path, module in nnx.iter_modules(model):
+            for name, var in vars(wanted[path]).items():
+                if isinstance(var, flaxlib.QuantStat) and not hasattr(module, name):
+                    zeros = jax.tree.map(
+                        lambda a: jnp.zeros(a.shape, a.dtype), var.value
+                    )
+                    setattr(module, name, flaxlib.QuantStat(zeros))
+
+
+def _leaves_alone(rule: QtRule) -> bool:
+    return rule.recipe is None and rule.weight_qtype is None and rule.act_qtype is None
+
+
+def recipe_of(rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
+    """What a rule means for operands with these roles."""
+    if rule.recipe is not None:
+        return rule.recipe
+    qtype = {True: rule.weight_qtype, False: rule.act_qtype}
+    method = {True: rule.weight_calibration_method, False: rule.act_calibration_method}
+    per_tensor = rule.disable_channelwise_axes
+    weight_tile = rule.bwd_weight_grad_tile_size if rule.bwd_qtype is not None else None
+    config = QtConfig(
+        lhs_qtype=qtype[lhs_is_weight],
+        rhs_qtype=qtype[rhs_is_weight],
+        tile_size=rule.tile_size,
+        lhs_calibration_method=method[lhs_is_weight],
+        rhs_calibration_method=method[rhs_is_weight],
+        lhs_disable_channelwise_axes=per_tensor,
+        rhs_disable_channelwise_axes=per_tensor,
+        dlhs_grad_qtype=rule.bwd_qtype,
+        dlhs_grad_calibration_method=rule.bwd_calibration_method,
+        dlhs_tile_size=weight_tile if lhs_is_weight else None,
+        dlhs_grad_disable_channelwise_axes=per_tensor,
+        drhs_grad_qtype=rule.bwd_qtype,
+        drhs_grad_calibration_method=rule.bwd_calibration_method,
+        drhs_tile_size=weight_tile if rhs_is_weight else None,
+        drhs_grad_disable_channelwise_axes=per_tensor,
+        use_original_residuals=rule.bwd_qtype is None,
+        rounding=rule.bwd_stochastic_rounding or "nearest",
+        noise_axes=tuple(rule.channelwise_noise_axes),
+    )
+    return config.override(rule.additional_qt_config or {}).recipe()
