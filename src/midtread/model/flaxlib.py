@@ -72,8 +72,20 @@ def params_of(module: Any) -> dict[str, Any]:
     return {k: unbox(v) for k, v in found if isinstance(v, nnx.Param)}
 
 
+def read(var: Any) -> Any:
+    """The value of a Linen or NNX variable."""
+    return var.get_value() if isinstance(var, nnx.Variable) else var.value
+
+
+def write(var: Any, value: Any) -> None:
+    if isinstance(var, nnx.Variable):
+        var.set_value(value)
+    else:
+        var.value = value
+
+
 def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
-    """A variable with `.value`; its shape must be what `init` would give."""
+    """A variable to `read` and `write`; its shape must be what `init` would give."""
     if isinstance(module, nn.Module):
         var = module.scope.variable(collection, name, init)
     elif hasattr(module, name):
@@ -81,7 +93,7 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
     else:
         var = _VARIABLES[collection](init())
         setattr(module, name, var)
-    held = jax.eval_shape(lambda: flax.core.unfreeze(var.value))
+    held = jax.eval_shape(lambda: flax.core.unfreeze(read(var)))
     fresh = jax.eval_shape(init)
     if jax.tree.map(lambda a: a.shape, held) != jax.tree.map(lambda a: a.shape, fresh):
         raise ValueError(

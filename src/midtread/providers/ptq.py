@@ -128,7 +128,7 @@ class PtqProvider(QuantizationProvider):
             )
             if isinstance(stat, flaxlib.QuantStat):
                 delattr(module, name)
-                seen = Average().range(stat.value)
+                seen = Average().range(flaxlib.read(stat))
             else:
                 axes = tuple(a % x.ndim for a in rule.act_batch_axes)
                 seen = calibrate(jax.lax.stop_gradient(x), spec)
@@ -182,9 +182,7 @@ class PtqProvider(QuantizationProvider):
                     flaxlib.unbox(box.array), QArray
                 ):
                     held = getattr(module, name)
-                    value = _quantize_jit(
-                        box.how, flaxlib.unbox(held).reshape(box.shape)
-                    )
+                    value = _quantize_like(box, flaxlib.unbox(held))
                     made = WithAux(value, box.how)
                     setattr(
                         module,
@@ -198,9 +196,30 @@ class PtqProvider(QuantizationProvider):
             getattr(model, method)(*inputs, **kwargs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _quantize_jit(how: Spec, x: jax.Array) -> QArray:
-    return quantize_by_spec(x, how)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _quantize_jit(how: Spec, stacked: int, x: jax.Array) -> QArray:
+    quantize = functools.partial(quantize_by_spec, spec=how)
+    for _ in range(stacked):
+        quantize = jax.vmap(quantize)
+    return quantize(x)
+
+
+def _quantize_like(box: WithAux, x: jax.Array) -> QArray:
+    """Quantizes as the box says. Layers under scan are one array with axes in front that
+    the layer, and so its Spec, does not know: as many as give the box's shapes."""
+    target = flaxlib.unbox(box.array)
+    x = x.reshape(target.shape)
+    for stacked in range(x.ndim):
+        try:
+            made = jax.eval_shape(functools.partial(_quantize_jit, box.how, stacked), x)
+        except ValueError:
+            continue  # an axis that the array inside does not have
+        if made.scale.shape == target.scale.shape:
+            return _quantize_jit(box.how, stacked, x)
+    raise ValueError(
+        f"{box.how} does not turn an array of shape {x.shape} into scales of shape "
+        f"{target.scale.shape}: was it made for another model?"
+    )
 
 
 def _is_box(x: Any) -> bool:
@@ -251,7 +270,7 @@ def quantize_params(
                 continue
             raise ValueError(f"{path} is not found in the abstract_quantized_params.")
         if isinstance(target, WithAux):
-            value = _quantize_jit(target.how, param.reshape(target.shape))
+            value = _quantize_like(target, param)
             param = WithAux(value, target.how)
         out[path] = param
     out |= _static_scales(abstract_quantized_params, quant_stats or {})

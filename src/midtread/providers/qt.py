@@ -92,8 +92,8 @@ class QtProvider(QuantizationProvider):
         average = Average()
         stat = flaxlib.variable(module, "quant_stats", name, lambda: average.init(seen))
         if flaxlib.can_update(module):
-            stat.value = average.update(stat.value, seen)
-        return average.range(stat.value, seen)
+            flaxlib.write(stat, average.update(flaxlib.read(stat), seen))
+        return average.range(flaxlib.read(stat), seen)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         """Adds the statistics that a first run would, at zero."""
@@ -104,7 +104,7 @@ class QtProvider(QuantizationProvider):
             for name, var in vars(wanted[path]).items():
                 if isinstance(var, flaxlib.QuantStat) and not hasattr(module, name):
                     zeros = jax.tree.map(
-                        lambda a: jnp.zeros(a.shape, a.dtype), var.value
+                        lambda a: jnp.zeros(a.shape, a.dtype), flaxlib.read(var)
                     )
                     setattr(module, name, flaxlib.QuantStat(zeros))
 

@@ -1,0 +1,267 @@
+"""Every spelling of a contraction reaches the provider, wherever it is called from."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+import midtread as mt
+from midtread.model import intercept
+
+W = jax.random.normal(jax.random.key(1), (8, 8))
+X = jax.random.normal(jax.random.key(0), (4, 8))
+NUMBERS = (((1,), (0,)), ((), ()))
+INT8 = mt.QtRule(weight_qtype="int8", act_qtype="int8")
+
+
+class Seen(mt.QtProvider):
+    """Remembers what reached it."""
+
+    def __init__(self, rules=(INT8,), **options):
+        super().__init__(rules, **options)
+        self.calls = []
+
+    def _get_current_rule_and_op_id(self, name, **options):
+        found = super()._get_current_rule_and_op_id(name, **options)
+        self.calls.append(
+            (mt.model.flaxlib.path_of(intercept.current_module()), found[1])
+        )
+        return found
+
+
+class Wrap(nn.Module):
+    """A Linen module whose body is any function of (x, w)."""
+
+    fn: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn(x, self.param("w", lambda _: W))
+
+
+class WrapNnx(nnx.Module):
+    def __init__(self, fn):
+        self.fn = fn
+        self.w = nnx.Param(W)
+
+    def __call__(module, x):  # the receiver may have any name
+        return module.fn(x, module.w[...])
+
+
+def run(kind, fn, provider):
+    if kind == "linen":
+        model = mt.quantize_model(Wrap(fn), provider)
+        return model.apply(Wrap(fn).init(jax.random.key(0), X), X)
+    return mt.quantize_model(WrapNnx(fn), provider, X)(X)
+
+
+def quantized(x=X, w=W):
+    return mt.learn(mt.recipe("qat_int8")).dot(x, w)
+
+
+@jax.custom_vjp
+def with_own_gradient(x, w):
+    return x @ w
+
+
+with_own_gradient.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g)
+)
+
+SPELLINGS = {
+    "dot_general": lambda x, w: lax.dot_general(x, w, NUMBERS),
+    "lax.dot": lambda x, w: lax.dot(x, w),
+    "jnp.dot": jnp.dot,
+    "method dot": lambda x, w: x.dot(w),
+    "matmul": jnp.matmul,
+    "@": lambda x, w: x @ w,
+    "tensordot": lambda x, w: jnp.tensordot(x, w, axes=1),
+    "inner": lambda x, w: jnp.inner(x, w.T),
+    "einsum": lambda x, w: jnp.einsum("mk,kn->mn", x, w),
+    "alias taken earlier": functools.partial(
+        lambda f, x, w: f(x, w, NUMBERS), lax.dot_general
+    ),
+    "cast weight": lambda x, w: x @ w.astype(jnp.float32).reshape(8, 8),
+    "nested jit": jax.jit(lambda x, w: x @ w),
+    "vmap": lambda x, w: jax.vmap(lambda row: row @ w)(x),
+    "checkpoint": jax.checkpoint(lambda x, w: x @ w),
+    "scan": lambda x, w: lax.scan(lambda c, row: (c, row[None] @ w), 0, x)[1][:, 0],
+    "cond": lambda x, w: lax.cond(True, lambda: x @ w, lambda: x @ w),
+    "while": lambda x, w: lax.while_loop(
+        lambda c: c[0] < 1, lambda c: (c[0] + 1, x @ w), (0, x)
+    )[1],
+    "custom_vjp": with_own_gradient,
+}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_quantized(name, kind):
+    provider = Seen()
+    out = run(kind, SPELLINGS[name], provider)
+    np.testing.assert_allclose(out, quantized(), atol=1e-5)
+    assert not np.allclose(out, X @ W, atol=1e-5)
+    ops = {op.rstrip("0123456789") for _, op in provider.calls}
+    assert ops == {"einsum" if name == "einsum" else "dot_general"}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_under_jit_and_grad(name):
+    model = mt.quantize_model(Wrap(SPELLINGS[name]), Seen())
+    params = Wrap(jnp.dot).init(jax.random.key(0), X)
+    loss = lambda p: jnp.sum(model.apply(p, X) ** 2)
+    if name == "while":
+        np.testing.assert_allclose(
+            jax.jit(loss)(params), jnp.sum(quantized() ** 2), rtol=1e-5
+        )
+        return
+    value, grad = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(value, jnp.sum(quantized() ** 2), rtol=1e-5)
+    exact = jax.grad(lambda w: jnp.sum(quantized(w=w) ** 2))(W)
+    np.testing.assert_allclose(grad["params"]["w"], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_jit_cache_never_serves_the_other_model():
+    shared = jax.jit(lambda x, w: jnp.matmul(x, w))
+    for order in (("float", "quantized"), ("quantized", "float")):
+        shared.clear_cache()
+        outs = {}
+        for which in order:
+            outs[which] = (
+                run("linen", shared, Seen()) if which == "quantized" else shared(X, W)
+            )
+        np.testing.assert_array_equal(outs["float"], X @ W)
+        np.testing.assert_allclose(outs["quantized"], quantized(), atol=1e-5)
+
+
+def test_modules_with_other_rules_do_not_share_a_trace():
+    shared = jax.jit(lambda x, w: x @ w)
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Wrap(shared, name="low")(x), Wrap(shared, name="high")(x)
+
+    provider = Seen(
+        [mt.QtRule(module_path="low", weight_qtype="int8", act_qtype="int8")]
+    )
+    model = mt.quantize_model(Two(), provider)
+    low, high = model.apply(Two().init(jax.random.key(0), X), X)
+    np.testing.assert_allclose(low, quantized(), atol=1e-5)
+    np.testing.assert_array_equal(high, X @ W)
+
+
+def test_threads_do_not_see_each_other():
+    barrier = threading.Barrier(3)
+    results = {}
+
+    def work(name, rules):
+        def fn(x, w):
+            barrier.wait(30)
+            return x @ w
+
+        results[name] = run("linen", fn, Seen(rules))
+
+    four = mt.QtRule(weight_qtype="int4", act_qtype="int4")
+    threads = [
+        threading.Thread(target=work, args=args)
+        for args in (("int8", [INT8]), ("int4", [four]))
+    ]
+    for thread in threads:
+        thread.start()
+    barrier.wait(30)  # init of both floats
+    plain = X @ W
+    barrier.wait(30)
+    for thread in threads:
+        thread.join(60)
+    np.testing.assert_array_equal(plain, jnp.matmul(X, W))
+    np.testing.assert_allclose(results["int8"], quantized(), atol=1e-5)
+    assert jnp.abs(results["int4"] - results["int8"]).max() > 0.01
+
+
+def test_kernels_are_opaque():
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = jnp.dot(x_ref[...], w_ref[...])
+
+    def fn(x, w):
+        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x, w)
+
+    provider = Seen()
+    with pytest.warns(UserWarning, match="rules that matched nothing"):
+        np.testing.assert_allclose(run("linen", fn, provider), X @ W, atol=1e-5)
+    assert not provider.calls
+
+
+def test_backward_bodies_are_not_touched():
+    provider = Seen()
+    model = mt.quantize_model(Wrap(with_own_gradient), provider)
+    params = Wrap(jnp.dot).init(jax.random.key(0), X)
+    grad = jax.grad(lambda p: jnp.sum(model.apply(p, X)))(params)
+    np.testing.assert_allclose(grad["params"]["w"], X.T @ jnp.ones((4, 8)), atol=1e-5)
+
+
+def test_disable_interceptions():
+    fn = mt.disable_interceptions(lambda x, w: x @ w)
+    with pytest.warns(UserWarning, match="rules that matched nothing"):
+        np.testing.assert_array_equal(run("linen", fn, Seen()), X @ W)
+
+
+def test_providers_are_an_extension_point():
+    class Doubles(mt.QtProvider):
+        def dot_general(self, *args, **kwargs):
+            _, op_id = self._get_current_rule_and_op_id("dot_general")
+            assert op_id == "dot_general0"
+            return 2 * lax.dot_general(*args, **kwargs)  # inside a handler: JAX's own
+
+    np.testing.assert_allclose(
+        run("linen", jnp.dot, Doubles([INT8])), 2 * X @ W, rtol=1e-6
+    )
+
+
+def test_kernels_may_ask_for_their_rule():
+    asked = []
+
+    def fn(x, w):
+        asked.append(mt.get_current_rule("gmm"))
+        return x
+
+    run("linen", fn, Seen([mt.QtRule(op_names=("gmm",), weight_qtype="fp8")]))
+    assert asked[-1].weight_qtype == "fp8" and mt.get_current_rule("gmm") is None
+
+
+def test_signatures_and_floats_stay_as_they_were():
+    """What interception changes for good must not be seen from outside."""
+    import inspect
+
+    assert list(inspect.signature(lax.dot_general).parameters)[:3] == [
+        "lhs",
+        "rhs",
+        "dimension_numbers",
+    ]
+    np.testing.assert_allclose(
+        jnp.dot(X, W), jax.jit(lambda x, w: x @ w)(X, W), rtol=1e-6
+    )
+    assert jnp.matmul.__doc__ and lax.dot_general.__name__ == "dot_general"
+
+
+def test_private_names_are_still_there():
+    """Fails clearly when JAX moves what model/intercept.py relies on."""
+    from jax._src.array import ArrayImpl
+
+    assert isinstance(X, ArrayImpl) and "__matmul__" in vars(ArrayImpl)
+
+    def body(x):
+        y = x.astype(jnp.bfloat16).reshape(-1)
+        made_from = list(intercept.ancestors(y))
+        assert any(a is x for a in made_from), made_from
+        return y
+
+    jax.jit(body)(X)

@@ -1,0 +1,359 @@
+"""quantize_model: paths, op ids, weights, life cycles and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import midtread as mt
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+
+
+class Paths(mt.QtProvider):
+    def __init__(self):
+        super().__init__([mt.QtRule(**INT8)])
+        self.seen = []
+
+    def _get_current_rule_and_op_id(self, name, **options):
+        found = super()._get_current_rule_and_op_id(name, **options)
+        module = mt.model.intercept.current_module()
+        self.seen.append((mt.model.flaxlib.path_of(module), found[1]))
+        return found
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8, use_bias=False, name="mlp")(nn.relu(x)), None
+
+
+class LinenNet(nn.Module):
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(8, name="stem")
+        x = dense(dense(x))
+        if self.scan:
+            layers = nn.scan(
+                nn.remat(Block), {"params": 0}, split_rngs={"params": True}, length=3
+            )
+            x, _ = layers(name="layers")(x, None)
+        return jnp.einsum(
+            "bi,ij->bj", x, self.param("head", nn.initializers.lecun_normal(), (8, 8))
+        )
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(nnx.relu(x))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        self.stacked = nnx.vmap(NnxBlock, in_axes=0)(nnx.Rngs(7).split(3))
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = nnx.scan(
+            nnx.remat(lambda x, block: block(x)),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+        )(x, self.stacked)
+        return x @ self.head
+
+
+def test_linen_paths_and_op_ids():
+    provider = Paths()
+    model = mt.quantize_model(LinenNet(), provider)
+    model.init(jax.random.key(0), X)
+    assert list(dict.fromkeys(provider.seen)) == [
+        ("stem", "dot_general0"),  # called twice: a compact method starts counting anew
+        ("layers/mlp", "dot_general0"),
+        ("", "einsum0"),
+    ]
+
+
+def test_nnx_paths_and_op_ids():
+    provider = Paths()
+    model = mt.quantize_model(NnxNet(nnx.Rngs(0)), provider, X)
+    assert list(dict.fromkeys(provider.seen)) == [
+        ("blocks/0/mlp", "dot_general0"),
+        ("blocks/1/mlp", "dot_general0"),
+        ("stacked/mlp", "dot_general0"),
+        ("", "dot_general0"),
+    ]
+    provider.seen.clear()
+    nnx.jit(lambda m, x: m(x))(model, X)
+    assert ("stacked/mlp", "dot_general0") in provider.seen
+
+
+def test_the_model_passed_in_is_untouched():
+    float_net = NnxNet(nnx.Rngs(0))
+    before = float_net(X)
+    quantized = mt.quantize_model(
+        float_net, mt.PtqProvider([mt.QuantizationRule(**INT8)]), X
+    )
+    np.testing.assert_array_equal(float_net(X), before)
+    assert type(float_net) is NnxNet and isinstance(float_net.head, nnx.Param)
+    assert (
+        isinstance(quantized.head, mt.WithAux) and type(quantized).__name__ == "NnxNet"
+    )
+
+
+def test_nnx_trains():
+    model = mt.quantize_model(
+        NnxNet(nnx.Rngs(0)), mt.QtProvider([mt.QtRule(**INT8, bwd_qtype="int8")]), X
+    )
+
+    @nnx.jit
+    def step(model):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(X) ** 2))(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(
+            model,
+            jax.tree.map(
+                lambda p, g: p - 0.002 * g, params, nnx.state(grads, nnx.Param)
+            ),
+        )
+        return loss
+
+    losses = [float(step(model)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_same_shaped_weights_are_told_apart():
+    """Two weights of one shape and an activation of that shape, in one module."""
+
+    class Twins(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            a = self.param("a", nn.initializers.normal(), (8, 8))
+            b = self.param("b", nn.initializers.normal(), (8, 8))
+            x = x @ a
+            return (x @ b) @ jnp.outer(x[0], x[1])
+
+    params = Twins().init(jax.random.key(0), X)
+    rule = mt.QtRule(weight_qtype="int4", act_qtype="int8")
+    out = jax.jit(mt.quantize_model(Twins(), mt.QtProvider([rule])).apply)(params, X)
+    weight = mt.learn(
+        mt.Recipe(mt.Fwd(mt.per_channel("int8"), mt.per_channel("int4")))
+    ).dot
+    act = mt.learn(mt.recipe("qat_int8")).dot
+    x = weight(X, params["params"]["a"])
+    np.testing.assert_allclose(
+        out,
+        act(weight(x, params["params"]["b"]), jnp.outer(x[0], x[1])),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    ptq = mt.quantize_model(Twins(), mt.PtqProvider([rule]))
+    shapes = jax.eval_shape(ptq.init, jax.random.key(0), X)["params"]
+    assert isinstance(shapes["a"], mt.WithAux) and isinstance(shapes["b"], mt.WithAux)
+
+
+def test_weight_on_the_left():
+    class Left(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.einsum(
+                "oi,bi->bo", self.param("w", nn.initializers.normal(), (8, 8)), x
+            )
+
+    rule = mt.QuantizationRule(weight_qtype="int4")
+    ptq = mt.quantize_model(Left(), mt.PtqProvider([rule]))
+    params = ptq.init(jax.random.key(0), X)["params"]
+    assert params["w"].array.qtype == "int4"
+    exact = X @ mt.dequantize(params["w"].array).T
+    np.testing.assert_allclose(ptq.apply({"params": params}, X), exact, atol=1e-5)
+
+
+def test_activation_only_rules():
+    model = mt.quantize_model(nn.Dense(8), mt.QtProvider([mt.QtRule(act_qtype="int8")]))
+    params = nn.Dense(8).init(jax.random.key(0), X)
+    xq = mt.dequantize(mt.quantize(X, "int8", channelwise_axes=[0]))
+    np.testing.assert_allclose(
+        model.apply(params, X), nn.Dense(8).apply(params, xq), atol=1e-5
+    )
+
+
+def test_preferred_element_type_is_honoured():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.normal(), (8, 8), jnp.bfloat16)
+            return jnp.einsum("bi,ij->bj", x, w, preferred_element_type=jnp.float32)
+
+    x = X.astype(jnp.bfloat16)
+    for provider in (mt.QtProvider, mt.PtqProvider):
+        model = mt.quantize_model(Wide(), provider([mt.QuantizationRule(**INT8)]))
+        out = model.apply(model.init(jax.random.key(0), x), x)
+        assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_stacked_layers_are_quantized_one_by_one(kind):
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8", tile_size=4)])
+    if kind == "linen":
+        net = LinenNet()
+        model = mt.quantize_model(net, provider)
+        params = net.init(jax.random.key(0), X)["params"]
+        abstract = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+        kernel = mt.quantize_params(params, abstract)["layers"]["mlp"]["kernel"].array
+        stack = params["layers"]["mlp"]["kernel"]
+    else:
+        net = NnxNet(nnx.Rngs(0))
+        model = mt.quantize_model(net, provider, X)
+        kernel = model.stacked.mlp.kernel[...].array
+        stack = net.stacked.mlp.kernel[...]
+    each = [
+        mt.quantize(w, "int8", channelwise_axes=[1], tiled_axes={0: 4}) for w in stack
+    ]
+    np.testing.assert_array_equal(kernel.qvalue, jnp.stack([q.qvalue for q in each]))
+    np.testing.assert_array_equal(kernel.scale, jnp.stack([q.scale for q in each]))
+
+
+def test_gradients_flow_straight_through_ptq():
+    model = mt.quantize_model(
+        nn.Dense(8, use_bias=False), mt.PtqProvider([mt.QuantizationRule(**INT8)])
+    )
+    params = model.init(jax.random.key(0), X)
+    dx = jax.grad(lambda x: jnp.sum(model.apply(params, x)))(X)
+    kernel = mt.dequantize(params["params"]["kernel"].array)
+    np.testing.assert_allclose(dx, jnp.ones((4, 8)) @ kernel.T, atol=1e-5)
+
+
+def test_sharding_metadata_follows_the_weight():
+    init = nn.with_partitioning(nn.initializers.normal(), ("in", "out"))
+    model = mt.quantize_model(
+        nn.Dense(8, kernel_init=init), mt.PtqProvider([mt.QuantizationRule(**INT8)])
+    )
+    kernel = jax.eval_shape(model.init, jax.random.key(0), X)["params"]["kernel"]
+    assert kernel.array.qvalue.names == ("in", "out") and kernel.array.scale.names == (
+        None,
+        "out",
+    )
+
+
+def test_quantizing_twice_replaces_the_provider():
+    once = mt.quantize_model(
+        nn.Dense(8), mt.QtProvider([mt.QtRule(weight_qtype="int2")])
+    )
+    twice = mt.quantize_model(once, mt.QtProvider([mt.QtRule(**INT8)]))
+    params = nn.Dense(8).init(jax.random.key(0), X)
+    direct = mt.quantize_model(nn.Dense(8), mt.QtProvider([mt.QtRule(**INT8)]))
+    np.testing.assert_array_equal(twice.apply(params, X), direct.apply(params, X))
+
+
+def test_qat_then_ptq_on_nnx_keeps_the_statistics():
+    rules = [mt.QuantizationRule(**INT8, act_static_scale=True)]
+    qat = mt.quantize_model(NnxNet(nnx.Rngs(0)), mt.QtProvider(rules), X)
+    for _ in range(2):
+        trained = qat(X)
+    ptq = mt.quantize_model(qat, mt.PtqProvider(rules), X)
+    assert not hasattr(ptq.blocks[0].mlp, "dot_general0_lhs")
+    assert isinstance(ptq.blocks[0].mlp.dot_general0_lhs_scale, mt.WithAux)
+    np.testing.assert_allclose(ptq(X), trained, atol=1e-4)
+
+
+def test_unused_rules_are_reported():
+    rules = [mt.QtRule(module_path="Dense_O", **INT8), mt.QtRule(**INT8)]
+    provider = mt.QtProvider(rules)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x)
+
+    with pytest.raises(ValueError, match="not completed yet"):
+        provider.get_unused_rules()
+    with pytest.warns(
+        UserWarning, match=r"module_path='Dense_O'; paths near it: \['Dense_0'\]"
+    ):
+        mt.quantize_model(Net(), provider).init(jax.random.key(0), X)
+    assert [r.module_path for r in provider.get_unused_rules()] == ["Dense_O"]
+    with pytest.raises(ValueError, match="rules that matched nothing"):
+        mt.quantize_model(Net(), mt.QtProvider(rules, strict=True)).init(
+            jax.random.key(0), X
+        )
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda: mt.quantize_model(object(), mt.QtProvider([])),
+            ValueError,
+            "Unsupported model type",
+        ),
+        (
+            lambda: mt.quantize_model(nn.Dense(4), "int8"),
+            TypeError,
+            "should be a QuantizationProvider",
+        ),
+        (
+            lambda: mt.quantize_model(nn.Dense(4), mt.QtProvider([]), X),
+            ValueError,
+            "must not be provided",
+        ),
+        (
+            lambda: mt.quantize_model(NnxNet(nnx.Rngs(0)), mt.QtProvider([])),
+            ValueError,
+            "must be provided",
+        ),
+        (
+            lambda: mt.quantize_model(
+                nn.Dense(4), mt.QtProvider([]), methods=("encode",)
+            ),
+            ValueError,
+            "no method 'encode'",
+        ),
+        (
+            lambda: mt.quantize_params({"w": np.ones(3)}, {}),
+            TypeError,
+            "pure dict of jax.Array",
+        ),
+        (lambda: mt.quantize_params({"w": X}, {}), ValueError, "not found"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_float_params_in_a_ptq_model_are_refused():
+    model = mt.quantize_model(
+        nn.Dense(8), mt.PtqProvider([mt.QuantizationRule(**INT8)])
+    )
+    with pytest.raises(
+        ValueError, match="feeding an unquantized param .*/kernel is float"
+    ):
+        model.apply(nn.Dense(8).init(jax.random.key(0), X), X)
+
+
+def test_shape_drift_in_statistics_is_refused():
+    rule = mt.QtRule(**INT8, act_static_scale=True)
+    model = mt.quantize_model(nn.Dense(8), mt.QtProvider([rule]))
+    variables = model.init(jax.random.key(0), X[None])
+    with pytest.raises(ValueError, match="Name the axes that vary in act_batch_axes"):
+        model.apply(variables, X[None, :2], mutable="quant_stats")
+    empty = jax.eval_shape(
+        mt.quantize_model(nn.Dense(8), mt.PtqProvider([rule])).init,
+        jax.random.key(0),
+        X,
+    )
+    stats = mt.quantize_model(nn.Dense(8), mt.QtProvider([rule])).init(
+        jax.random.key(0), X
+    )
+    with pytest.raises(ValueError, match="quant_stats is not initialized"):
+        mt.quantize_params(stats["params"], empty["params"], stats["quant_stats"])

@@ -1,0 +1,81 @@
+"""Rules: what they match, and what they refuse."""
+
+import pytest
+
+import midtread as mt
+
+FIRST = [
+    mt.QtRule(
+        module_path="decoder/.*layers.*",
+        op_names=("dot_general", "gmm"),
+        weight_qtype="int8",
+    ),
+    mt.QtRule(module_path="decoder/.*", weight_qtype="fp8"),
+]
+
+
+@pytest.mark.parametrize(
+    "path, op, expected",
+    [
+        ("decoder/layers/mlp", "dot_general", 0),
+        ("decoder/layers/mlp", "einsum", 1),
+        ("decoder/layers/mlp", "gmm", 0),
+        ("decoder", "dot_general", None),  # the whole path must match
+        ("xdecoder/layers", "dot_general", None),
+    ],
+)
+def test_first_match_wins(path, op, expected):
+    found = next((i for i, rule in enumerate(FIRST) if rule.matches(path, op)), None)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (
+            lambda: mt.QuantizationRule(module_path="layers/(.*"),
+            "not a regular expression",
+        ),
+        (lambda: mt.QuantizationRule(weight_qtype="int9"), "'int9' is not a format"),
+        (lambda: mt.QtRule(bwd_qtype="bfloat16"), "'bfloat16' is not a format"),
+        (
+            lambda: mt.QuantizationRule(act_calibration_method="max"),
+            "unknown calibration 'max'",
+        ),
+        (
+            lambda: mt.QtRule(bwd_stochastic_rounding="dither"),
+            "unknown bwd_stochastic_rounding",
+        ),
+        (
+            lambda: mt.QtProvider([mt.QuantizationRule(act_static_scale=False)]),
+            "act_qtype is None",
+        ),
+        (
+            lambda: mt.as_rules([{"weight_qtyp": "int8"}]),
+            "rule 0 .*Did you mean 'weight_qtype'",
+        ),
+        (
+            lambda: mt.QtProvider([{"weight_qtype": "int8", "speed": 9}]),
+            "unknown field 'speed'",
+        ),
+    ],
+)
+def test_bad_rules_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+    with pytest.raises(TypeError, match="several names"):
+        mt.QuantizationRule(op_names="einsum")
+
+
+def test_rules_from_yaml(tmp_path):
+    path = tmp_path / "rules.yml"
+    path.write_text(
+        "- module_path: mlp/.*\n  weight_qtype: int8\n  bwd_qtype: fp8\n- {}\n"
+    )
+    rules = mt.load_rules(str(path), mt.QtRule)
+    assert rules[0] == mt.QtRule(
+        module_path="mlp/.*", weight_qtype="int8", bwd_qtype="fp8"
+    )
+    path.write_text("module_path: mlp")
+    with pytest.raises(TypeError, match="should hold a list of rules"):
+        mt.load_rules(str(path))
