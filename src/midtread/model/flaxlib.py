@@ -68,6 +68,8 @@ def params_of(module: Any) -> dict[str, Any]:
         if module.scope is None or "params" not in module.variables:
             return {}
         return {k: unbox(v) for k, v in module.variables["params"].items()}
+    if hasattr(module, "_params_here"):  # a plain function's scope
+        return module._params_here
     found = vars(module).items()
     return {k: unbox(v) for k, v in found if isinstance(v, nnx.Param)}
 
@@ -116,7 +118,7 @@ def param(module: Any, name: str, init: Callable[[], Any]) -> Any:
 def set_on_all(model: nnx.Module, **attributes: Any) -> None:
     for _, module in nnx.iter_modules(model):
         for name, value in attributes.items():
-            setattr(module, name, value)
+            setattr(module, name, nnx.data(value))  # None now may be Rngs later
 
 
 def can_update(module: Any) -> bool:
@@ -128,7 +130,7 @@ def can_update(module: Any) -> bool:
 
 
 def make_rng(module: Any, name: str) -> jax.Array:
-    if isinstance(module, nn.Module):
+    if isinstance(module, nn.Module) or hasattr(module, "_params_here"):
         return module.make_rng(name)
     rngs = getattr(module, RNGS, None)
     if not isinstance(rngs, nnx.Rngs):

@@ -31,6 +31,7 @@ from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 
+from midtread.numerics.qarray import QArray
 from midtread.ops.untouched import is_running
 
 # name a provider handles -> where JAX keeps the function
@@ -184,7 +185,7 @@ def _any_enabled() -> bool:
 
 
 def _is_boxed(x: Any) -> bool:
-    return getattr(type(x), "is_boxed", False)
+    return isinstance(x, QArray) or getattr(type(x), "is_boxed", False)
 
 
 def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
@@ -318,6 +319,8 @@ def ancestors(x: Any) -> Iterator[Any]:
         parent = getattr(x, "parent", None)
         if parent is not None and len(parent.in_tracers) == 1:
             (x,) = parent.in_tracers
+        elif isinstance(getattr(x, "primal", None), jax.core.Tracer):
+            x = x.primal  # under grad, inside a jit
         elif hasattr(x, "get_const"):
             const = x.get_const()
             x = None if const is x else const

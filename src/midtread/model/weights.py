@@ -2,7 +2,7 @@
 
 By identity: the operand is a parameter, or was made from one by casts, reshapes and
 sharding constraints, which a jit trace records. Where neither can be seen (eager casts,
-arguments of a nested jit) an operand of the shape of a parameter counts as one.
+arguments of a nested jit) an operand of the shape of a float parameter counts as one.
 """
 
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from midtread.model import flaxlib, intercept
+
+ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
 
 def find_param(module: Any, x: Any) -> str | None:
@@ -23,6 +25,11 @@ def find_param(module: Any, x: Any) -> str | None:
     if not _origin_is_hidden(last):
         return None
     alike = [name for name, v in params.items() if v.shape == x.shape]
+    alike = [
+        name
+        for name in alike
+        if not getattr(params[name], "is_boxed", False) and not name.endswith(ADAPTERS)
+    ]
     return alike[0] if alike else None
 
 

@@ -59,7 +59,7 @@ class PtqProvider(QuantizationProvider):
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
-        boxed = any(isinstance(a, WithAux) for a in args)
+        boxed = any(_is_box(a) for a in args)
         if not boxed and (
             rule is None or (rule.weight_qtype is None and rule.act_qtype is None)
         ):
@@ -175,13 +175,16 @@ class PtqProvider(QuantizationProvider):
         """Quantizes in place, one parameter after the other; nothing else is run."""
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        self._add_params(model, after)
         static = False
         for path, module in nnx.iter_modules(model):
             for name, box in vars(after[path]).items():
+                held = getattr(module, name, None)
+                if isinstance(held, WithAux):  # quantized before: stays as it is
+                    continue
                 if isinstance(box, WithAux) and isinstance(
                     flaxlib.unbox(box.array), QArray
                 ):
-                    held = getattr(module, name)
                     value = _quantize_like(box, flaxlib.unbox(held))
                     made = WithAux(value, box.how)
                     setattr(
@@ -194,6 +197,9 @@ class PtqProvider(QuantizationProvider):
                 )
         if static:  # scales of activations come from the data: that takes a real run
             getattr(model, method)(*inputs, **kwargs)
+
+    def _add_params(self, model: nnx.Module, after: dict) -> None:
+        """For subclasses: adds what the abstract run added besides boxes."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -69,7 +69,7 @@ class QtProvider(QuantizationProvider):
         weights = tuple(
             not isinstance(x, QArray) and find_param(module, x) for x in (lhs, rhs)
         )
-        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]))
+        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]), c.name)
         ranges, key = Ranges(), None
         if rule.act_static_scale:
             ranges = Ranges(*(
@@ -113,8 +113,14 @@ def _leaves_alone(rule: QtRule) -> bool:
     return rule.recipe is None and rule.weight_qtype is None and rule.act_qtype is None
 
 
-def recipe_of(rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
-    """What a rule means for operands with these roles."""
+def recipe_of(
+    rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool, op: str = "dot_general"
+) -> Recipe:
+    """What a rule means for operands with these roles.
+
+    Without `bwd_qtype` a dot's gradient is taken with the float operands, that of a
+    convolution or a ragged dot with the quantized ones: as Qwix has it.
+    """
     if rule.recipe is not None:
         return rule.recipe
     qtype = {True: rule.weight_qtype, False: rule.act_qtype}
@@ -137,7 +143,7 @@ def recipe_of(rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
         drhs_grad_calibration_method=rule.bwd_calibration_method,
         drhs_tile_size=weight_tile if rhs_is_weight else None,
         drhs_grad_disable_channelwise_axes=per_tensor,
-        use_original_residuals=rule.bwd_qtype is None,
+        use_original_residuals=rule.bwd_qtype is None and op == "dot_general",
         rounding=rule.bwd_stochastic_rounding or "nearest",
         noise_axes=tuple(rule.channelwise_noise_axes),
     )

@@ -1,0 +1,192 @@
+"""quantize_function: a plain JAX function that runs under a provider.
+
+For models that are functions of their parameters (Equinox, Haiku, or nothing at all). What
+modules are elsewhere, scopes are here: inside `with jax.named_scope("mlp")` the module path
+is "mlp", and rules match it as they match a Flax path.
+
+Every scope, wherever and whenever it was made, is entered through one class of JAX's,
+`jax.extend.source_info_util.extend_name_stack`. That class also tells us. JAX's own name
+stack would not do: it starts anew inside each jit and scan, and is no part of jit's cache
+key, so that one trace would serve scopes that match different rules.
+
+Which operand is a weight is decided by the parameters, one argument of the function: a
+matmul's operand that is one of its leaves, or was made from one by casts and reshapes.
+Where that cannot be seen (eager casts, arguments of a nested jit or scan) an operand shaped
+like a leaf, or like one index of a leaf of three axes or more (layers that a scan goes
+over), counts as a weight.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+from midtread.model import intercept
+from midtread.model.provider import QuantizationProvider
+from midtread.numerics.qarray import QArray
+
+
+def quantize_function(
+    fn: Callable,
+    provider: QuantizationProvider,
+    *,
+    params_argnum: int = 0,
+    rngs: Mapping[str, jax.Array] | None = None,
+) -> Callable:
+    """`fn` under `provider`, with `jax.named_scope` names as module paths.
+
+    >>> import jax.numpy as jnp
+    >>> from midtread.model.rules import QtRule
+    >>> from midtread.providers.qt import QtProvider
+    >>> def model(params, x):
+    ...     with jax.named_scope("mlp"):
+    ...         return x @ params["w"]
+    >>> rule = QtRule(module_path="mlp", weight_qtype="int4", act_qtype="int8")
+    >>> quantized = quantize_function(model, QtProvider([rule]))
+    >>> quantized({"w": jnp.eye(4) * 0.3}, jnp.ones((1, 4))).shape
+    (1, 4)
+
+    A function keeps no state: rules that need some (`act_static_scale`, delayed scaling,
+    float weights under PtqProvider) are refused. Weights that are QArrays already are used
+    as they are.
+
+    Args:
+        params_argnum: the argument, a pytree given by position, whose leaves are weights.
+        rngs: a key per random stream ('stochastic_rounding'). Call quantize_function
+            inside the training step, with that step's key. Layers of one scan share noise.
+    """
+    if not isinstance(provider, QuantizationProvider):
+        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    if not callable(fn):
+        raise TypeError(f"fn should be a function, not {fn!r}.")
+
+    @functools.wraps(fn)
+    def quantized(*args, **kwargs):
+        if intercept.is_active(provider):
+            return fn(*args, **kwargs)
+        if not -len(args) <= params_argnum < len(args):
+            raise ValueError(
+                f"argument {params_argnum} of {_name(fn)} holds the parameters, and must be "
+                f"given by position; got {len(args)} positional arguments."
+            )
+        _follow_scopes()
+        root = Scope((), _weights(args[params_argnum]), dict(rngs or {}), {})
+        with intercept.active(provider, provider.handlers()), intercept.entered(root):
+            _, args, kwargs = provider.process_model_inputs(root, args, kwargs)
+            out = fn(*args, **kwargs)
+            return provider.process_model_output(_name(fn), out)
+
+    return quantized
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+class Scope:
+    """Stands where a module stands elsewhere: a path, the parameters, random streams."""
+
+    def __init__(self, path: tuple[str, ...], params: dict, rngs: dict, known: dict):
+        self._path = path
+        self._params_here = params  # of the whole function: a scope owns none
+        self._rngs = rngs
+        self._known = known  # path -> Scope: one each, so that ops count on
+
+    def inside(self, name: str) -> "Scope":
+        path = (*self._path, name)
+        if path not in self._known:
+            self._known[path] = Scope(path, self._params_here, self._rngs, self._known)
+        return self._known[path]
+
+    def make_rng(self, name: str) -> jax.Array:
+        if name not in self._rngs:
+            raise ValueError(
+                f"no random stream {name!r}: pass quantize_function(fn, provider, "
+                f"rngs={{{name!r}: key}}), with a new key every step."
+            )
+        return self._rngs[name]
+
+    def __getattr__(self, name: str) -> Any:
+        # What a provider looks up on a module, by name, to store something there.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"{'/'.join(self._path)!r}: the provider wants to keep {name!r} in the model, but "
+            "a plain function has no place for it. Weights for serving: quantize them first "
+            "(mt.quantize) and pass the QArrays in the parameters. Statistics of activations: "
+            "drop act_static_scale, or use a Flax module and quantize_model."
+        )
+
+
+def _weights(params: Any) -> dict[str, Any]:
+    """{path: leaf}, beside every leaf what it was before differentiation, and the shape of
+    one of its layers if it may be a stack of them."""
+    is_quantized = lambda x: isinstance(x, QArray)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    found = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        if not hasattr(leaf, "shape") or is_quantized(leaf):
+            continue
+        found[name] = leaf
+        for depth, inner in enumerate(intercept.ancestors(leaf)):
+            found[f"{name}~{depth}"] = inner
+        if len(leaf.shape) > 2:
+            found[f"{name}[i]"] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return found
+
+
+# --- scopes -----------------------------------------------------------------------------------
+
+
+class _Open(threading.local):
+    def __init__(self):
+        self.scopes: list[contextlib.ExitStack | None] = []
+
+
+_open = _Open()
+_lock = threading.Lock()
+_followed: list[type] = []
+
+
+def _follow_scopes() -> None:
+    """Lets the class behind `jax.named_scope` tell us what is entered. Once, for good."""
+    with _lock:
+        if _followed:
+            return
+        cls = source_info_util.extend_name_stack
+        enter, leave = cls.__enter__, cls.__exit__
+
+        @functools.wraps(enter)
+        def __enter__(self):
+            out = enter(self)
+            _open.scopes.append(_entered(self.name))
+            return out
+
+        @functools.wraps(leave)
+        def __exit__(self, *error):
+            inner = _open.scopes.pop() if _open.scopes else None
+            if inner is not None:
+                inner.close()
+            return leave(self, *error)
+
+        cls.__enter__, cls.__exit__ = __enter__, __exit__
+        _followed.append(cls)
+
+
+def _entered(name: str) -> contextlib.ExitStack | None:
+    """The scope `name` of the function that runs; None if what runs is something else."""
+    try:
+        module = intercept.current_module()
+    except ValueError:
+        return None
+    if not isinstance(module, Scope):
+        return None
+    stack = contextlib.ExitStack()
+    for part in name.split("/"):
+        stack.enter_context(intercept.entered(module := module.inside(part)))
+    return stack

@@ -1,0 +1,386 @@
+"""DelayedFp8Provider: fp8 training whose scales come from the steps before.
+
+Nobody waits for max |x| of the tensor about to be quantized: its scale is the largest |x| of
+the last `history` steps over the format's bound. One scale per tensor, e4m3 forward, e5m2
+gradients. The state machine is Flax's (nn.Fp8DirectDotGeneralOp), TransformerEngine's before:
+
+    scale    <- max(history) 2^margin / bound    kept if the history is all 0 or not finite
+    history  <- max |x| in place of the oldest   slot 0 the newest, then oldest to newer
+
+Six arrays an op, `{input,kernel,output_grad}_{amax_history,scale}`, for lhs, rhs and g, in
+the collection `_overwrite_with_gradient` under the op's id: the tree that Flax's op makes
+when a provider calls it `name=op_id`, so that checkpoints can be exchanged. In NNX they are
+Variables of type `OverwriteWithGradient` in a submodule `<op id>_overwrite_with_gradient`.
+
+What is seen of g is known in the backward only. So the new state comes out as the gradient of
+the old one, and an optimizer must put it there instead of subtracting it:
+
+    tx = overwrite_with_gradient(optax.adamw(1e-3))      # sees parameters only
+    grads = accumulate_gradients(grads, more)            # sums gradients, maxes histories
+
+Layers in a scan need their own state: nn.scan(..., variable_axes={"params": 0,
+"_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import flaxlib, intercept
+from midtread.model.quantize import abstract_call
+from midtread.model.rules import QtRule
+from midtread.numerics.dtypes import is_wide
+from midtread.numerics.formats import as_format
+from midtread.numerics.qarray import QArray
+from midtread.ops.api import Ops
+from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_tensor
+from midtread.ops.training import Ranges, train
+from midtread.providers.qt import QtProvider
+
+COLLECTION = "_overwrite_with_gradient"
+NAMES = {"lhs": "input", "rhs": "kernel", "g": "output_grad"}
+#           forward            gradients
+FP8 = {
+    False: ("float8_e4m3fn", "float8_e5m2"),  # NVIDIA
+    True: ("float8_e4m3fnuz", "float8_e5m2fnuz"),  # AMD MI300
+}
+Meta = dict[str, jax.Array]  # {"amax_history": [history], "scale": [1]}
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """State that is replaced by its gradient."""
+
+
+class AmaxState(nnx.Module):
+    """The six arrays of one op."""
+
+    def __init__(self, arrays: Mapping[str, jax.Array]):
+        for name, value in arrays.items():
+            setattr(self, name, OverwriteWithGradient(value))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        found = vars(self).items()
+        kind = OverwriteWithGradient
+        return {k: v.get_raw_value() for k, v in found if isinstance(v, kind)}
+
+
+class DelayedFp8Provider(QtProvider):
+    """fp8 with amax histories: a rule says where, the provider how.
+
+    >>> rule = {"module_path": ".*", "weight_qtype": "e4m3", "act_qtype": "e4m3"}
+    >>> provider = DelayedFp8Provider([rule], history=16)
+    >>> from midtread.model.quantize import quantize_model
+    >>> model = quantize_model(nn.Dense(4), provider)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    >>> grads = jax.grad(lambda v: model.apply(v, jnp.ones((2, 8))).sum())(variables)
+    >>> state = grads["_overwrite_with_gradient"]["dot_general0"]
+    >>> state["input_amax_history"][:2].tolist()
+    [1.0, 0.0]
+
+    Args:
+        rules: those without formats leave their modules alone, as everywhere. Formats
+            given must be the provider's; `bwd_qtype` may be left out.
+        history: how many steps back a scale looks.
+        margin: powers of two of headroom above the largest |x| seen.
+        fnuz: AMD's e4m3fnuz and e5m2fnuz instead of e4m3fn and e5m2.
+    """
+
+    def __init__(
+        self,
+        rules,
+        *,
+        history: int = 1024,
+        margin: float = 0,
+        fnuz: bool = False,
+        **how,
+    ):
+        if history < 1:
+            raise ValueError(f"history={history}: a scale looks back 1 step or more.")
+        self._length, self._margin, self._fnuz = history, margin, fnuz
+        super().__init__(rules, **how)
+        if not any(rule.weight_qtype is not None for rule in self._rules):
+            forward, _ = FP8[fnuz]
+            raise ValueError(
+                "no rule asks for anything: a rule without formats leaves its modules alone. "
+                f"Write weight_qtype={forward!r}, act_qtype={forward!r}."
+            )
+
+    def _init_rule(self, rule):
+        rule = super()._init_rule(rule)
+        forward, backward = FP8[self._fnuz]
+        if rule.weight_qtype is None and rule.act_qtype is None:
+            return rule
+        for field, wanted in (
+            ("weight_qtype", forward),
+            ("act_qtype", forward),
+            ("bwd_qtype", backward),
+        ):
+            asked = getattr(rule, field)
+            if asked is None and field == "bwd_qtype":
+                continue
+            if asked is None or as_format(asked).name != wanted:
+                raise ValueError(
+                    f"rule {rule.module_path!r}: {field}={asked}, but delayed scaling with "
+                    f"fnuz={self._fnuz} has {wanted} there."
+                )
+        _refuse_the_rest(rule)
+        return rule
+
+    @functools.cached_property
+    def _recipe(self) -> Recipe:
+        x, g = (per_tensor(fmt, calibration="delayed") for fmt in FP8[self._fnuz])
+        return Recipe(Fwd(x, x), Dlhs(g, REUSE), Drhs(REUSE, g))
+
+    def _run(self, name: str, plain, args, kwargs) -> jax.Array:
+        rule, op_id = self._get_current_rule_and_op_id(name)
+        if rule is None or rule.weight_qtype is None:
+            return plain(*args, **kwargs)
+        kwargs.pop("_dot_general", None)
+        # one state per pair: an einsum of three operands is two matmuls
+        ids = (op_id if i == 0 else f"{op_id}_{i}" for i in itertools.count())
+        execute = lambda c, lhs, rhs: self._train(rule, next(ids), c, lhs, rhs)
+        return getattr(Ops(execute), name)(*args, **kwargs)
+
+    def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
+        module = intercept.current_module()
+        state = _unflatten(_variables(module, op_id, self._length))
+        recipe, margin = self._recipe, self._margin
+        bounds = {
+            "lhs": recipe.fwd.lhs.format.bound,
+            "rhs": recipe.fwd.rhs.format.bound,
+            "g": recipe.dlhs.g.format.bound,
+        }
+        ranges, after = {}, {}
+        for side, x in (("lhs", lhs), ("rhs", rhs)):
+            if isinstance(x, QArray) or not is_wide(x.dtype):
+                after[side] = state[side]  # not ours to quantize
+                continue
+            now = jax.lax.stop_gradient((x, state[side]))
+            after[side] = advance(
+                now[1], jnp.max(jnp.abs(now[0])), bounds[side], margin
+            )
+            window = after[side]["scale"] * bounds[side]
+            ranges[side] = {"absmax": window.reshape((1,) * x.ndim)}
+        window = _window(bounds["g"], margin, state["g"])
+        ranges["g"] = {"absmax": window.reshape((1,) * len(c.out))}
+        out = train(c, recipe, lhs, rhs, Ranges(**ranges))
+        return _record(out, {k: state[k] for k in after}, after)
+
+    def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
+        """Adds the state that a first run would, as it is before it."""
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
+        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        for path, module in list(nnx.iter_modules(model)):
+            for name, made in vars(after[path]).items():
+                if isinstance(made, AmaxState) and not hasattr(module, name):
+                    first = {  # possibly one per layer of a scan
+                        k: jnp.full(v.shape, k.endswith("_scale"), v.dtype)
+                        for k, v in made.arrays().items()
+                    }
+                    setattr(module, name, AmaxState(first))
+
+
+def _refuse_the_rest(rule: QtRule) -> None:
+    allowed = {"module_path", "op_names", "weight_qtype", "act_qtype", "bwd_qtype"}
+    allowed |= {"disable_channelwise_axes"}  # per tensor it is
+    defaults = QtRule(act_static_scale=False, act_calibration_method="absmax")
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if field.name not in allowed and value != getattr(defaults, field.name):
+            raise ValueError(
+                f"rule {rule.module_path!r}: {field.name}={value!r}, but delayed scaling has "
+                "one scale per tensor, from its history, rounded to nearest. Drop the field, "
+                "or use QtProvider."
+            )
+
+
+# --- state ------------------------------------------------------------------------------------
+
+
+def initial(length: int) -> Meta:
+    """Nothing seen yet: the scale is 1."""
+    return {"amax_history": jnp.zeros((length,)), "scale": jnp.ones((1,))}
+
+
+def advance(meta: Meta, amax: jax.Array, bound: float, margin: float = 0) -> Meta:
+    """The scale for this step, and the history with what was seen in it.
+
+    >>> advance(initial(3) | {"amax_history": jnp.array([4.0, 0.0, 2.0])}, jnp.array(1.0), 8)
+    {'amax_history': Array([1., 2., 4.], dtype=float32), 'scale': Array([0.5], dtype=float32)}
+    """
+    history, old = meta["amax_history"], meta["scale"]
+    largest = jnp.max(history)
+    usable = (largest > 0) & jnp.isfinite(largest)
+    old = jnp.where(old > 0, old, 1.0)  # 0 is the gradient of an op that took no part
+    scale = jnp.where(usable, largest * (2.0**margin / bound), old)
+    seen = amax.astype(history.dtype).reshape(())
+    return {"amax_history": jnp.roll(history, -1).at[0].set(seen), "scale": scale}
+
+
+def _names(side: str) -> dict[str, str]:
+    return {part: f"{NAMES[side]}_{part}" for part in ("amax_history", "scale")}
+
+
+def _unflatten(held: Mapping[str, jax.Array]) -> dict[str, Meta]:
+    return {
+        side: {part: held[name] for part, name in _names(side).items()}
+        for side in NAMES
+    }
+
+
+def _variables(module: Any, op_id: str, length: int) -> Mapping[str, jax.Array]:
+    """The op's six arrays, made if they are not there."""
+    first = lambda: {
+        name: initial(length)[part]
+        for side in NAMES
+        for part, name in _names(side).items()
+    }
+    if isinstance(module, nn.Module):
+        held = _linen_variables(module, op_id, first)
+    else:
+        name = f"{op_id}{COLLECTION}"
+        if not hasattr(module, name):
+            setattr(module, name, AmaxState(first()))
+        held = getattr(module, name).arrays()
+    found = held["input_amax_history"].shape
+    if found != (length,):
+        raise ValueError(
+            f"{flaxlib.path_of(module)!r}: {op_id} has amax histories of shape {found}, the "
+            f"provider has history={length}. In a scan over layers, name {COLLECTION!r} in "
+            "variable_axes."
+        )
+    return held
+
+
+def _linen_variables(module: nn.Module, op_id: str, first) -> Mapping[str, jax.Array]:
+    scope = module.scope.push(op_id, reuse=True)
+    writable = scope.is_mutable_collection(COLLECTION)
+    if not writable and not scope.has_variable(COLLECTION, "input_scale"):
+        raise ValueError(
+            f"{flaxlib.path_of(module)!r}: no amax history of {op_id} in the collection "
+            f"{COLLECTION!r}. Pass what init gave of the quantized model, and in nn.scan name "
+            "the collection in variable_axes."
+        )
+    return {
+        name: scope.variable(COLLECTION, name, lambda name=name: first()[name]).value
+        for name in jax.eval_shape(first)
+    }
+
+
+# --- new state as the gradient of the old -----------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _window(bound: float, margin: float, meta: Meta) -> jax.Array:
+    """The largest |g| that fits; its cotangent is the |g| that was seen."""
+    return advance(meta, jnp.zeros(()), bound, margin)["scale"] * bound
+
+
+def _window_fwd(bound, margin, meta):
+    return _window(bound, margin, meta), meta
+
+
+def _window_bwd(bound, margin, meta, seen):
+    return (advance(meta, seen, bound, margin),)
+
+
+_window.defvjp(_window_fwd, _window_bwd)
+
+
+@jax.custom_vjp
+def _record(out: jax.Array, before: dict[str, Meta], after: dict[str, Meta]):
+    """`out`; and the gradient of `before` is `after`."""
+    return out
+
+
+def _record_fwd(out, before, after):
+    return out, after
+
+
+def _record_bwd(after, g):
+    return g, after, None
+
+
+_record.defvjp(_record_fwd, _record_bwd)
+
+
+# --- optimizers -------------------------------------------------------------------------------
+
+
+def is_overwritten(path: tuple) -> bool:
+    """Whether a path in a tree of variables, gradients or updates leads to such state."""
+    keys = (getattr(k, "key", getattr(k, "name", None)) for k in path)
+    return any(isinstance(k, str) and k.endswith(COLLECTION) for k in keys)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Overwrite:
+    """An update: parameter + Overwrite(value) is the value.
+
+    Adding value - parameter would round, and an infinity seen once would stay for good.
+    """
+
+    value: Any
+
+    def __radd__(self, _: Any) -> Any:
+        return self.value
+
+
+def overwrite_with_gradient(tx: Any) -> Any:
+    """`tx` for the parameters; state that is to be overwritten gets its gradient.
+
+    A transformation of optax's, to be the outermost: its updates for such state are
+    `Overwrite`s, which optax.apply_updates (and nnx.Optimizer) put in place bit for bit.
+    Clipping, weight decay and moments belong in `tx`, which sees parameters only.
+
+    >>> import optax
+    >>> variables = {"params": jnp.ones(2), "_overwrite_with_gradient": {"a": jnp.ones(2)}}
+    >>> tx = overwrite_with_gradient(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    >>> grads = jax.tree.map(lambda v: jnp.array([0.0, 9.0]), variables)
+    >>> updates, _ = tx.update(grads, tx.init(variables), variables)
+    >>> new = optax.apply_updates(variables, updates)
+    >>> new["params"].tolist(), new["_overwrite_with_gradient"]["a"].tolist()
+    ([1.0, 0.0], [0.0, 9.0])
+    """
+    import optax  # whoever has a tx has it
+
+    tx = optax.with_extra_args_support(tx)
+
+    def rest(tree):
+        hide = lambda path, v: () if is_overwritten(path) else v
+        return None if tree is None else jax.tree_util.tree_map_with_path(hide, tree)
+
+    def update(updates, state, params=None, **extra):
+        new, state = tx.update(rest(updates), state, rest(params), **extra)
+        pick = lambda path, g, u: Overwrite(g) if is_overwritten(path) else u
+        return jax.tree_util.tree_map_with_path(pick, updates, new), state
+
+    return optax.GradientTransformationExtraArgs(lambda p: tx.init(rest(p)), update)
+
+
+def accumulate_gradients(total: Any, more: Any, weight: float = 1.0) -> Any:
+    """total + weight * more; of state to be overwritten the larger of both.
+
+    For micro-batches that start from the same state: each puts its max |x| in slot 0, and
+    all else they hold is the same. Start from zeros and give weight=1/n for a mean.
+
+    >>> a = {"params": jnp.array(1.0), "_overwrite_with_gradient": jnp.array([3.0, 1.0])}
+    >>> b = {"params": jnp.array(5.0), "_overwrite_with_gradient": jnp.array([2.0, 1.0])}
+    >>> sorted(map(str, jax.tree.leaves(accumulate_gradients(a, b))))
+    ['6.0', '[3. 1.]']
+    """
+
+    def add(path, a, b):
+        if is_overwritten(path):
+            return jnp.maximum(a, b)
+        return a + weight * b
+
+    return jax.tree_util.tree_map_with_path(add, total, more)
