@@ -69,6 +69,9 @@ def is_int16(*dtypes: Any) -> bool:
 
 def _prepare(lhs, rhs, precision, accumulate, mixed=True):
     left, right = operand_dtypes(lhs.dtype, rhs.dtype, mixed)
+    if platform() == "cpu" and accumulate == jnp.float32 and left.itemsize == 2:
+        # bf16 x bf16 -> f32 is not implemented for every layout (jax 0.10.2 to 0.12)
+        left = right = np.dtype(jnp.float32)
     if is_int16(lhs.dtype, rhs.dtype):
         precision, accumulate = lax.Precision.HIGHEST, jnp.float32
     return lhs.astype(left), rhs.astype(right), precision, accumulate

@@ -258,10 +258,18 @@ def quantize_to_range(
     if padded != x.shape:
         logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
     noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
-    scale = scales.scale.astype(x.dtype)
+    scale = _settled(scales.scale.astype(x.dtype))
     qvalue = _codes(views.pad_to(x, padded), scale, scales.zero_point, spec, noise)
     q = QArray(qvalue, scale, scales.zero_point, spec.format.qtype, logical=logical)
     return _store_scale(q, spec, scales.global_scale)
+
+
+def _settled(scale: jax.Array) -> jax.Array:
+    """A bfloat16 scale really rounded: left to itself XLA may go on with the float32."""
+    if scale.dtype != jnp.bfloat16:
+        return scale
+    exact = jax.lax.reduce_precision(scale.astype(jnp.float32), 8, 7)
+    return exact.astype(jnp.bfloat16)
 
 
 def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:

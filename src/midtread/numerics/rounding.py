@@ -66,7 +66,9 @@ def _encode_float(x, fmt, rounding, noise):
         )  # backends differ in what they would cast to
     x = jnp.clip(x, -grid.largest, grid.largest)
     if rounding == "nearest" and fmt.is_linear:
-        return x.astype(fmt.dtype)  # the backend's own cast rounds to nearest even
+        # The backend's own cast rounds to nearest even. The barrier keeps XLA from
+        # undoing it where a cast back follows (excess precision; seen on an H200).
+        return jax.lax.optimization_barrier(x.astype(fmt.dtype))
     step = grid.step(x)
     x = jnp.clip(_round(x / step, rounding, noise) * step, -grid.largest, grid.largest)
     if fmt.is_linear:

@@ -143,7 +143,7 @@ def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
         g, y = _rotate(back, gemm.hadamard, g, y, key, site)
     if g_spec is not None:
         g, y = _fold(c, other, g, y)
-        range_ = g_range if g_range is not None else calibrate(g, g_spec)
+        range_ = calibrate(g, g_spec) if g_range is None else g_range
         g = quantize_to_range(g, g_spec, range_, key, (site, "g", side))
     if y_spec is not None and _is_float(y):
         y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, other, side))
@@ -160,7 +160,8 @@ def _explicit_sharding(x: Operand):
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
     """(g . s) @ codes == g @ (s . codes): frees the codes of a scale that the backward sums
-    over. A scale alike for all elements needs no folding, and 2-D blocks cannot be."""
+    over. 2-D blocks cannot be. One scale for all elements need not be, and then a window
+    given for g is one of g itself."""
     if not isinstance(y, QArray) or y.scale.size == 1:
         return g, y
     movable = varies_only_where_kept(c, y, side) and not views.tiled_axes(y)

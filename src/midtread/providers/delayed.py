@@ -19,7 +19,8 @@ the old one, and an optimizer must put it there instead of subtracting it:
     grads = accumulate_gradients(grads, more)            # sums gradients, maxes histories
 
 Layers in a scan need their own state: nn.scan(..., variable_axes={"params": 0,
-"_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself.
+"_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself. State that
+several uses share (a vmap that does not split it) would be summed, as gradients are: split it.
 """
 
 import dataclasses
@@ -144,33 +145,26 @@ class DelayedFp8Provider(QtProvider):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
         # one state per pair: an einsum of three operands is two matmuls
-        ids = (op_id if i == 0 else f"{op_id}_{i}" for i in itertools.count())
+        ids = (f"{op_id}_{i}" if i else f"{op_id}" for i in itertools.count())
         execute = lambda c, lhs, rhs: self._train(rule, next(ids), c, lhs, rhs)
         return getattr(Ops(execute), name)(*args, **kwargs)
 
     def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
         module = intercept.current_module()
         state = _unflatten(_variables(module, op_id, self._length))
-        recipe, margin = self._recipe, self._margin
-        bounds = {
-            "lhs": recipe.fwd.lhs.format.bound,
-            "rhs": recipe.fwd.rhs.format.bound,
-            "g": recipe.dlhs.g.format.bound,
-        }
-        ranges, after = {}, {}
+        forward, backward = (as_format(fmt).bound for fmt in FP8[self._fnuz])
+        margin, ranges, after = self._margin, {}, {}
         for side, x in (("lhs", lhs), ("rhs", rhs)):
             if isinstance(x, QArray) or not is_wide(x.dtype):
                 after[side] = state[side]  # not ours to quantize
                 continue
-            now = jax.lax.stop_gradient((x, state[side]))
-            after[side] = advance(
-                now[1], jnp.max(jnp.abs(now[0])), bounds[side], margin
-            )
-            window = after[side]["scale"] * bounds[side]
+            meta, amax = jax.lax.stop_gradient((state[side], jnp.max(jnp.abs(x))))
+            after[side] = advance(meta, amax, forward, margin)
+            window = after[side]["scale"] * forward
             ranges[side] = {"absmax": window.reshape((1,) * x.ndim)}
-        window = _window(bounds["g"], margin, state["g"])
+        window = _window(backward, margin, state["g"])
         ranges["g"] = {"absmax": window.reshape((1,) * len(c.out))}
-        out = train(c, recipe, lhs, rhs, Ranges(**ranges))
+        out = train(c, self._recipe, lhs, rhs, Ranges(**ranges))
         return _record(out, {k: state[k] for k in after}, after)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:

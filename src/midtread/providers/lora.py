@@ -44,7 +44,6 @@ from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops import einsum as einsum_
 from midtread.providers.ptq import PtqProvider, _open, _quantize_like
 
-
 HE_UNIFORM = initializers.he_uniform()
 
 
@@ -385,7 +384,7 @@ class _Maker:
         held = flaxlib.unbox(base)
         sharding = None if isinstance(held, jax.core.Tracer) else held.sharding
         if isinstance(sharding, NamedSharding):
-            names = dict(enumerate(sharding.spec))  # may be fewer than axes
+            names: dict[Any, Any] = dict(enumerate(sharding.spec))  # may be fewer
             spec = PartitionSpec(*(names.get(o) for o in origins))
             value = jax.device_put(value, NamedSharding(sharding.mesh, spec))
         return _lora_variable(boxes.like(base, value, origins))
