@@ -74,15 +74,18 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--write", action="store_true", help="append to benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="append to benchmarks/results"
+    )
     args = parser.parse_args()
     sizes = args.layers, args.width, args.tokens
     measure(plain(), 2, 64, 64)  # the first trace pays for imports
+    device = f"{jax.devices()[0].device_kind} ({platform.machine()})"
+    flags = f"--layers {args.layers} --width {args.width} --tokens {args.tokens}"
+    today = datetime.date.today()
     lines = [
         f"## {args.layers} layers of {args.width}, {args.tokens} tokens",
-        f"{jax.devices()[0].device_kind} ({platform.machine()}), jax {jax.__version__}, "
-        f"{datetime.date.today()}, `python benchmarks/engine.py --layers {args.layers} "
-        f"--width {args.width} --tokens {args.tokens}`\n",
+        f"{device}, jax {jax.__version__}, {today}, `python benchmarks/engine.py {flags}`\n",
         "| | trace s | compile s | residual MB | temp MB |",
         "|---|---|---|---|---|",
     ]

@@ -1,19 +1,19 @@
 """quantize_function: a plain JAX function that runs under a provider.
 
-For models that are functions of their parameters (Equinox, Haiku, or nothing at all). What
-modules are elsewhere, scopes are here: inside `with jax.named_scope("mlp")` the module path
-is "mlp", and rules match it as they match a Flax path.
+For models that are functions of their parameters (Equinox, Haiku, or nothing at all).
+What modules are elsewhere, scopes are here: inside `with jax.named_scope("mlp")` the
+module path is "mlp", and rules match it as they match a Flax path.
 
 Every scope, wherever and whenever it was made, is entered through one class of JAX's,
-`jax.extend.source_info_util.extend_name_stack`. That class also tells us. JAX's own name
-stack would not do: it starts anew inside each jit and scan, and is no part of jit's cache
-key, so that one trace would serve scopes that match different rules.
+`jax.extend.source_info_util.extend_name_stack`. That class also tells us. JAX's own
+name stack would not do: it starts anew inside each jit and scan, and is no part of
+jit's cache key, so that one trace would serve scopes that match different rules.
 
 Which operand is a weight is decided by the parameters, one argument of the function: a
 matmul's operand that is one of its leaves, or was made from one by casts and reshapes.
-Where that cannot be seen (eager casts, arguments of a nested jit or scan) an operand shaped
-like a leaf, or like one index of a leaf of three axes or more (layers that a scan goes
-over), counts as a weight.
+Where that cannot be seen (eager casts, arguments of a nested jit or scan) an operand
+shaped like a leaf, or like one index of a leaf of three axes or more (layers that a
+scan goes over), counts as a weight.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ def quantize_function(
             return fn(*args, **kwargs)
         if not -len(args) <= params_argnum < len(args):
             raise ValueError(
-                f"argument {params_argnum} of {_name(fn)} holds the parameters, and must be "
-                f"given by position; got {len(args)} positional arguments."
+                f"argument {params_argnum} of {_name(fn)} holds the parameters, and "
+                f"must be given by position; got {len(args)} positional arguments."
             )
         _follow_scopes()
         root = Scope((), _weights(args[params_argnum]), dict(rngs or {}), {})
@@ -115,10 +115,10 @@ class Scope:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ValueError(
-            f"{'/'.join(self._path)!r}: the provider wants to keep {name!r} in the model, but "
-            "a plain function has no place for it. Weights for serving: quantize them first "
-            "(mt.quantize) and pass the QArrays in the parameters. Statistics of activations: "
-            "drop act_static_scale, or use a Flax module and quantize_model."
+            f"{'/'.join(self._path)!r}: the provider wants to keep {name!r} in the "
+            "model, but a plain function has no place for it. Weights for serving: "
+            "quantize them first (mt.quantize) and pass the QArrays in the parameters. "
+            "Statistics of activations: drop act_static_scale, or use a Flax module and quantize_model."
         )
 
 

@@ -35,7 +35,8 @@ def encode(
         return _encode_float(x, fmt, rounding, noise)
     if fmt.table is not None:
         return _encode_table(x, fmt, rounding, noise)
-    low, high = fmt.codes  # pyright: ignore[reportGeneralTypeIssues]
+    assert fmt.codes is not None
+    low, high = fmt.codes
     return jnp.clip(_round(x, rounding, noise), low, high).astype(fmt.dtype)
 
 

@@ -93,9 +93,8 @@ class Contraction:
         return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
 
     def _tiled_label(self, axis: str, side: str, spec: Spec) -> str:
-        labels = self.labels(side)
         if axis == "kept":
-            found = [x for x in self.kept(side)][-1:]
+            found = list(self.kept(side))[-1:]
         elif axis == "summed_first":
             found = list(self.summed[:1])  # the same one on both sides
         else:

@@ -122,7 +122,7 @@ def _path(terms, output, operands, optimize):
         return [tuple(range(len(terms)))]
     # sizes only weigh one path against another: a symbolic one counts as 1
     sizes = [tuple(n if isinstance(n, int) else 1 for n in x.shape) for x in operands]
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+    shapes: list[Any] = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
     steps = jnp.einsum_path(f"{','.join(terms)}->{output}", *shapes, optimize=optimize)[
         0
     ]

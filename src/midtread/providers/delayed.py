@@ -1,26 +1,29 @@
 """DelayedFp8Provider: fp8 training whose scales come from the steps before.
 
-Nobody waits for max |x| of the tensor about to be quantized: its scale is the largest |x| of
-the last `history` steps over the format's bound. One scale per tensor, e4m3 forward, e5m2
-gradients. The state machine is Flax's (nn.Fp8DirectDotGeneralOp), TransformerEngine's before:
+Nobody waits for max |x| of the tensor about to be quantized: its scale is the largest
+|x| of the last `history` steps over the format's bound. One scale per tensor, e4m3
+forward, e5m2 gradients. The state machine is Flax's (nn.Fp8DirectDotGeneralOp),
+TransformerEngine's before:
 
     scale    <- max(history) 2^margin / bound    kept if the history is all 0 or not finite
     history  <- max |x| in place of the oldest   slot 0 the newest, then oldest to newer
 
-Six arrays an op, `{input,kernel,output_grad}_{amax_history,scale}`, for lhs, rhs and g, in
-the collection `_overwrite_with_gradient` under the op's id: the tree that Flax's op makes
-when a provider calls it `name=op_id`, so that checkpoints can be exchanged. In NNX they are
-Variables of type `OverwriteWithGradient` in a submodule `<op id>_overwrite_with_gradient`.
+Six arrays an op, `{input,kernel,output_grad}_{amax_history,scale}`, for lhs, rhs and g,
+in the collection `_overwrite_with_gradient` under the op's id: the tree that Flax's op
+makes when a provider calls it `name=op_id`, so that checkpoints can be exchanged. In
+NNX they are Variables of type `OverwriteWithGradient` in a submodule `<op
+id>_overwrite_with_gradient`.
 
-What is seen of g is known in the backward only. So the new state comes out as the gradient of
-the old one, and an optimizer must put it there instead of subtracting it:
+What is seen of g is known in the backward only. So the new state comes out as the
+gradient of the old one, and an optimizer must put it there instead of subtracting it:
 
     tx = overwrite_with_gradient(optax.adamw(1e-3))      # sees parameters only
     grads = accumulate_gradients(grads, more)            # sums gradients, maxes histories
 
 Layers in a scan need their own state: nn.scan(..., variable_axes={"params": 0,
-"_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself. State that
-several uses share (a vmap that does not split it) would be summed, as gradients are: split it.
+"_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself. State
+that several uses share (a vmap that does not split it) would be summed, as gradients
+are: split it.
 """
 
 import dataclasses
@@ -109,8 +112,8 @@ class DelayedFp8Provider(QtProvider):
         if not any(rule.weight_qtype is not None for rule in self._rules):
             forward, _ = FP8[fnuz]
             raise ValueError(
-                "no rule asks for anything: a rule without formats leaves its modules alone. "
-                f"Write weight_qtype={forward!r}, act_qtype={forward!r}."
+                "no rule asks for anything: a rule without formats leaves its modules "
+                f"alone. Write weight_qtype={forward!r}, act_qtype={forward!r}."
             )
 
     def _init_rule(self, rule):
@@ -128,8 +131,8 @@ class DelayedFp8Provider(QtProvider):
                 continue
             if asked is None or as_format(asked).name != wanted:
                 raise ValueError(
-                    f"rule {rule.module_path!r}: {field}={asked}, but delayed scaling with "
-                    f"fnuz={self._fnuz} has {wanted} there."
+                    f"rule {rule.module_path!r}: {field}={asked}, but delayed scaling "
+                    f"with fnuz={self._fnuz} has {wanted} there."
                 )
         _refuse_the_rest(rule)
         return rule
@@ -189,9 +192,9 @@ def _refuse_the_rest(rule: QtRule) -> None:
         value = getattr(rule, field.name)
         if field.name not in allowed and value != getattr(defaults, field.name):
             raise ValueError(
-                f"rule {rule.module_path!r}: {field.name}={value!r}, but delayed scaling has "
-                "one scale per tensor, from its history, rounded to nearest. Drop the field, "
-                "or use QtProvider."
+                f"rule {rule.module_path!r}: {field.name}={value!r}, but delayed "
+                "scaling has one scale per tensor, from its history, rounded to "
+                "nearest. Drop the field, or use QtProvider."
             )
 
 
@@ -246,9 +249,9 @@ def _variables(module: Any, op_id: str, length: int) -> Mapping[str, jax.Array]:
     found = held["input_amax_history"].shape
     if found != (length,):
         raise ValueError(
-            f"{flaxlib.path_of(module)!r}: {op_id} has amax histories of shape {found}, the "
-            f"provider has history={length}. In a scan over layers, name {COLLECTION!r} in "
-            "variable_axes."
+            f"{flaxlib.path_of(module)!r}: {op_id} has amax histories of shape "
+            f"{found}, the provider has history={length}. In a scan over layers, name "
+            f"{COLLECTION!r} in variable_axes."
         )
     return held
 
@@ -258,9 +261,9 @@ def _linen_variables(module: nn.Module, op_id: str, first) -> Mapping[str, jax.A
     writable = scope.is_mutable_collection(COLLECTION)
     if not writable and not scope.has_variable(COLLECTION, "input_scale"):
         raise ValueError(
-            f"{flaxlib.path_of(module)!r}: no amax history of {op_id} in the collection "
-            f"{COLLECTION!r}. Pass what init gave of the quantized model, and in nn.scan name "
-            "the collection in variable_axes."
+            f"{flaxlib.path_of(module)!r}: no amax history of {op_id} in the "
+            f"collection {COLLECTION!r}. Pass what init gave of the quantized model, "
+            "and in nn.scan name the collection in variable_axes."
         )
     return {
         name: scope.variable(COLLECTION, name, lambda name=name: first()[name]).value
@@ -357,7 +360,8 @@ def overwrite_with_gradient(tx: Any) -> Any:
         pick = lambda path, g, u: Overwrite(g) if is_overwritten(path) else u
         return jax.tree_util.tree_map_with_path(pick, updates, new), state
 
-    return optax.GradientTransformationExtraArgs(lambda p: tx.init(rest(p)), update)
+    init = lambda params: tx.init(rest(params))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def accumulate_gradients(total: Any, more: Any, weight: float = 1.0) -> Any:

@@ -1,7 +1,7 @@
 """Injection: quantized ops handed to layers by name, AQT's way, with no interception.
 
-For those who configure layer by layer. A layer that takes a `dot_general` gets one of the
-ops of a recipe, which have JAX's signatures:
+For those who configure layer by layer. A layer that takes a `dot_general` gets one of
+the ops of a recipe, which have JAX's signatures:
 
     nn.Dense(64, dot_general=mt.learn(recipe).dot_general)
 
@@ -18,11 +18,11 @@ To serve as well, the layer gets a class, and the model a mode:
     params = remove_float_params(params, made["quantized"])
     serve.apply({"params": params, **made}, x)              # bit for bit what convert gave
 
-Linen's layers ask for their kernel by name and cast it before the op sees it, so something
-must stand in its place: a `Removed`, which has a shape and no data (a pytree without leaves).
-Where it is cast it becomes zeros that nobody reads, and that jit therefore never makes. Zeros
-of the kernel's shape do as well. For an abstract tree to load a checkpoint into:
-jax.eval_shape(serve.init, key, x).
+Linen's layers ask for their kernel by name and cast it before the op sees it, so
+something must stand in its place: a `Removed`, which has a shape and no data (a pytree
+without leaves). Where it is cast it becomes zeros that nobody reads, and that jit
+therefore never makes. Zeros of the kernel's shape do as well. For an abstract tree to
+load a checkpoint into: jax.eval_shape(serve.init, key, x).
 """
 
 import collections
@@ -101,13 +101,13 @@ class _Injected(nn.Module):
             rhs = self.recipe.sparsity.apply(rhs)
         if spec is None:
             raise ValueError(
-                f"{self._where}: the recipe leaves the weight in float, so there is nothing "
-                "to convert. Use mode='train' here, or give the recipe a fwd.rhs."
+                f"{self._where}: the recipe leaves the weight in float, so there is "
+                "nothing to convert. Use mode='train' here, or give the recipe a fwd.rhs."
             )
         if not self.is_mutable_collection(COLLECTION):
             raise ValueError(
-                f"{self._where}: mode='convert' writes the collection {COLLECTION!r}: call "
-                f"model.apply(..., mutable=[{COLLECTION!r}])."
+                f"{self._where}: mode='convert' writes the collection {COLLECTION!r}: "
+                f"call model.apply(..., mutable=[{COLLECTION!r}])."
             )
         key = self._key(Recipe(Fwd(None, self.recipe.fwd.rhs)))
         made = _quantize(spec, jax.lax.stop_gradient(rhs), key, "/".join(self.path))
@@ -177,13 +177,10 @@ def remove_float_params(params: Any, quantized: Any) -> Any:
     Args:
         quantized: the collection that mode='convert' wrote.
     """
+    flatten, unfreeze = flax.traverse_util.flatten_dict, flax.core.unfreeze
     is_leaf = lambda _, v: isinstance(v, QArray)
-    stored = flax.traverse_util.flatten_dict(
-        flax.core.unfreeze(quantized), is_leaf=is_leaf
-    )
-    flat = flax.traverse_util.flatten_dict(
-        flax.core.unfreeze(params), keep_empty_nodes=True
-    )
+    stored: dict[Any, Any] = flatten(unfreeze(quantized), is_leaf=is_leaf)
+    flat: dict[Any, Any] = flatten(unfreeze(params), keep_empty_nodes=True)
     twins = collections.Counter((path[:-2], q.shape) for path, q in stored.items())
     for (owner, shape), count in twins.items():
         alike = [
@@ -194,8 +191,8 @@ def remove_float_params(params: Any, quantized: Any) -> Any:
         if len(alike) != count:
             raise ValueError(
                 f"{'/'.join(owner)!r}: {count} quantized weights of shape {shape}, but "
-                f"{len(alike)} parameters ({', '.join(p[-1] for p in alike)}). Put Removed "
-                "in the place of those that are to go."
+                f"{len(alike)} parameters ({', '.join(p[-1] for p in alike)}). Put "
+                "Removed in the place of those that are to go."
             )
         for path in alike:
             held = flaxlib.unbox(flat[path])

@@ -550,7 +550,7 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
     plain = {k: x.view(f"uint{8 * x.itemsize}") for k, x in arrays.items()}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     with open(path, "wb") as file:
-        np.savez(file, **{_HEADER: text}, **plain)  # pyright: ignore[reportArgumentType]
+        np.savez(file, **{_HEADER: text}, **plain)
 
 
 def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:

@@ -96,7 +96,8 @@ class PtqProvider(QuantizationProvider):
             specs.append(spec)
             ranges.append(range_)
         recipe = Recipe(Fwd(*specs), mask_clipped=False)
-        return train(c, recipe, *operands, Ranges(*ranges))
+        lhs, rhs = operands
+        return train(c, recipe, lhs, rhs, Ranges(*ranges))
 
     def _quantize_param(self, name: str, x: jax.Array, how: Spec) -> QArray:
         """Puts a quantized parameter in the place of a float one."""
@@ -146,6 +147,7 @@ class PtqProvider(QuantizationProvider):
         zero = flaxlib.unbox(
             flaxlib.param(module, f"{name}_zero_point", lambda: init().zero_point)
         )
+        assert spec.format.codes is not None  # Spec refused the others
         low, high = spec.format.codes
         at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
         return {"min": at(low), "max": at(high)}

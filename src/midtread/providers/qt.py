@@ -37,7 +37,7 @@ class QtProvider(QuantizationProvider):
             rule = QtRule(
                 **{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
             )
-        return super()._init_rule(rule)  # pyright: ignore[reportReturnType]
+        return super()._init_rule(rule)
 
     def dot_general(self, *args, **kwargs) -> jax.Array:
         return self._run("dot_general", jax.lax.dot_general, args, kwargs)
