@@ -13,6 +13,8 @@ zero. The tour, from the inside out:
     quantize_model      a Flax model, unedited, under a provider:
       QtProvider          train it (QAT, QT)
       PtqProvider         serve it; quantize_params turns its parameters
+      DelayedFp8Provider  train it in fp8 with scales from earlier steps
+      LoraProvider        fine-tune it through adapters, over quantized weights or not
 
 >>> import jax.numpy as jnp, midtread as mt
 >>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
@@ -22,6 +24,7 @@ zero. The tour, from the inside out:
 
 from midtread.model.boxes import WithAux as WithAux
 from midtread.model.flaxlib import QuantStat as QuantStat
+from midtread.model.function import quantize_function as quantize_function
 from midtread.model.intercept import disable_interceptions as disable_interceptions
 from midtread.model.provider import QuantizationProvider as QuantizationProvider
 from midtread.model.provider import get_current_rule as get_current_rule
@@ -57,6 +60,23 @@ from midtread.ops.recipe import per_channel as per_channel
 from midtread.ops.recipe import per_tensor as per_tensor
 from midtread.ops.recipe import recipe as recipe
 from midtread.ops.training import Ranges as Ranges
+from midtread.providers.delayed import DelayedFp8Provider as DelayedFp8Provider
+from midtread.providers.delayed import accumulate_gradients as accumulate_gradients
+from midtread.providers.delayed import (
+    overwrite_with_gradient as overwrite_with_gradient,
+)
+from midtread.providers.inject import QuantizedDotGeneral as QuantizedDotGeneral
+from midtread.providers.inject import QuantizedEinsum as QuantizedEinsum
+from midtread.providers.inject import remove_float_params as remove_float_params
+from midtread.providers.lora import LoraProvider as LoraProvider
+from midtread.providers.lora import LoraRule as LoraRule
+from midtread.providers.lora import apply_lora_to_model as apply_lora_to_model
+from midtread.providers.lora import load_lora as load_lora
+from midtread.providers.lora import lora_params as lora_params
+from midtread.providers.lora import merge_lora as merge_lora
+from midtread.providers.lora import save_lora as save_lora
+from midtread.providers.lora import unmerge_lora as unmerge_lora
+from midtread.providers.lora import with_lora as with_lora
 from midtread.providers.ptq import PtqProvider as PtqProvider
 from midtread.providers.ptq import quantize_params as quantize_params
 from midtread.providers.qt import QtProvider as QtProvider

@@ -98,6 +98,22 @@ PUBLIC = [
     "load_rules",
     "quantize_model",
     "quantize_params",
+    "DelayedFp8Provider",
+    "LoraProvider",
+    "LoraRule",
+    "QuantizedDotGeneral",
+    "QuantizedEinsum",
+    "accumulate_gradients",
+    "apply_lora_to_model",
+    "load_lora",
+    "lora_params",
+    "merge_lora",
+    "overwrite_with_gradient",
+    "quantize_function",
+    "remove_float_params",
+    "save_lora",
+    "unmerge_lora",
+    "with_lora",
 ]
 
 

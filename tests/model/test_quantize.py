@@ -162,6 +162,40 @@ def test_same_shaped_weights_are_told_apart():
     assert isinstance(shapes["a"], mt.WithAux) and isinstance(shapes["b"], mt.WithAux)
 
 
+SQUARE = jax.random.normal(jax.random.key(3), (8, 8))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))]
+)
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_an_activation_of_the_weights_shape_is_no_weight(wrap, dtype):
+    """A weight-only rule must leave x alone, however the model is run or casts."""
+    dense = nn.Dense(8, use_bias=False, dtype=dtype)
+    params = dense.init(jax.random.key(0), SQUARE)
+    model = mt.quantize_model(dense, mt.QtProvider([mt.QtRule(weight_qtype="int4")]))
+    kernel = params["params"]["kernel"].astype(dtype or jnp.float32)
+    weight = mt.learn(mt.Recipe(mt.Fwd(rhs=mt.per_channel("int4")))).dot
+
+    def ours(x):
+        return jnp.sum(jnp.sin(model.apply(params, x)).astype(jnp.float32))
+
+    def expected(x):
+        return jnp.sum(
+            jnp.sin(weight(x.astype(kernel.dtype), kernel)).astype(jnp.float32)
+        )
+
+    np.testing.assert_allclose(
+        wrap(ours)(SQUARE), wrap(expected)(SQUARE), rtol=2e-2, atol=2e-2
+    )
+    nnx_dense = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    q = mt.quantize_model(
+        nnx_dense, mt.QtProvider([mt.QtRule(weight_qtype="int4")]), SQUARE
+    )
+    out = q(SQUARE)
+    np.testing.assert_allclose(out, weight(SQUARE, nnx_dense.kernel[...]), atol=1e-5)
+
+
 def test_weight_on_the_left():
     class Left(nn.Module):
         @nn.compact

@@ -162,7 +162,9 @@ def test_delayed_margin_leaves_headroom(batch):
     ranges = mt.Ranges(lhs={"absmax": jnp.full((1, 1), 4.0)})
     wide = mt.Ranges(lhs={"absmax": jnp.full((1, 1), 16.0)})
     ours = step(delayed("delayed,2"), x, w, g, ranges=ranges)[0]
-    np.testing.assert_array_equal(ours, step(delayed("delayed"), x, w, g, ranges=wide)[0])
+    np.testing.assert_array_equal(
+        ours, step(delayed("delayed"), x, w, g, ranges=wide)[0]
+    )
 
 
 def test_stochastic_gradients_are_unbiased_and_need_a_key(batch, key):

@@ -1,8 +1,9 @@
-"""Flax's own fp8 ops: the same losses and the same state, slot by slot, step after step.
+"""Flax's own fp8 ops: the same losses and the same state, slot by slot, step after
+step.
 
-Flax takes 1 / (448 / amax) for a scale and divides by it, we amax / 448 and multiply by its
-reciprocal: an ulp each (2.4e-7 was seen after seven steps). A code at a tie could fall to the
-other side and be seen in all later steps; in this run none does.
+Flax takes 1 / (448 / amax) for a scale and divides by it, we amax / 448 and multiply by
+its reciprocal: an ulp each (2.4e-7 was seen after seven steps). A code at a tie could
+fall to the other side and be seen in all later steps; in this run none does.
 """
 
 import functools
@@ -69,13 +70,13 @@ def test_training_keeps_the_state_of_flax(key, fnuz):
         fresh = {"params": variables["params"], STATE: theirs.init(key, x)[STATE]}
         losses, state = run(theirs, fresh, x, y)
 
-    assert_values(our_losses, losses, "f32_scale", "loss")
+    assert_values(our_losses, losses, "f32_sum", "loss")
     assert our_losses[-1] < our_losses[0]
     for layer in ("up", "down"):
         mine = our_state[layer]["dot_general0"]
         (other,) = state[layer].values()
         assert mine.keys() == other.keys()
         for name, value in other.items():  # slot by slot
-            assert_values(mine[name], value, "f32_scale", name)
+            assert_values(mine[name], value, "f32_sum", name)
     seen = our_state["up"]["dot_general0"]["input_amax_history"]
     np.testing.assert_array_equal(seen, np.full(HISTORY, jnp.max(jnp.abs(x))))

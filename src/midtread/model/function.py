@@ -118,7 +118,8 @@ class Scope:
             f"{'/'.join(self._path)!r}: the provider wants to keep {name!r} in the "
             "model, but a plain function has no place for it. Weights for serving: "
             "quantize them first (mt.quantize) and pass the QArrays in the parameters. "
-            "Statistics of activations: drop act_static_scale, or use a Flax module and quantize_model."
+            "Statistics of activations: drop act_static_scale, or use a Flax module and "
+            "quantize_model."
         )
 
 

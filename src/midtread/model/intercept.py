@@ -50,6 +50,7 @@ PLAIN = {
     "promote_dtype": nn.dtypes.promote_dtype,
     "promote_dtype_nnx": nnx.nn.dtypes.promote_dtype,
 }
+CASTS = ("asarray", "promote_dtype", "promote_dtype_nnx")
 # jnp functions behind a jit: run without it while a model is active
 JITTED = ("dot", "matmul", "vdot", "inner", "convolve")
 # spellings of a matmul -> the dimension numbers of lax.dot_general, from the two ranks
@@ -70,6 +71,10 @@ class _Thread(threading.local):
     def __init__(self):
         self.active: list[Active] = []
         self.modules: list[Any] = []
+        self.entries: list[Any] = []  # per active model: the trace it was called in
+        self.casts: dict[
+            int, Any
+        ] = {}  # id of a cast array -> (it, what it was made from)
 
 
 _thread = _Thread()
@@ -100,12 +105,16 @@ def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
     install()
     outer_modules, _thread.modules = _thread.modules, []
     _thread.active.append(Active(provider, handlers))
+    _thread.entries.append(trace_of(lax.full((), 0.0)))
     try:
         with _keyed():
             yield
     finally:
         _thread.active.pop()
+        _thread.entries.pop()
         _thread.modules = outer_modules
+        if not _thread.active:
+            _thread.casts.clear()
 
 
 @contextlib.contextmanager
@@ -177,7 +186,10 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
                         return a.handlers[name](*args, **kwargs)
                 finally:
                     a.enabled = True
-    return _originals[name](*args, **kwargs)
+    out = _originals[name](*args, **kwargs)
+    if name in CASTS and _thread.active:
+        return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
+    return out
 
 
 def _any_enabled() -> bool:
@@ -284,6 +296,18 @@ def _catch_operators() -> None:
         for operator in ("__matmul__", "__rmatmul__"):
             setattr(cls, operator, _operator(operator, getattr(cls, operator)))
 
+    for method in ("astype", "reshape"):  # a jit trace records these; nothing else does
+        setattr(ArrayImpl, method, _noting(getattr(ArrayImpl, method)))
+
+
+def _noting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        return _noted(out, (self,)) if _thread.active else out
+
+    return wrapper
+
 
 def _operator(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
@@ -313,16 +337,49 @@ def _opaque(make: Callable) -> Callable:
 
 def ancestors(x: Any) -> Iterator[Any]:
     """`x`, and what it was made from by functions of one argument (casts, reshapes,
-    sharding constraints). Private: a tracer's `parent` is how jit records its equations."""
+    sharding constraints). Private: a tracer's `parent` is how jit records its equations,
+    `primal` and `val` are what grad and vmap wrap."""
     while x is not None:
+        x = unwrap(x)
         yield x
         parent = getattr(x, "parent", None)
         if parent is not None and len(parent.in_tracers) == 1:
             (x,) = parent.in_tracers
-        elif isinstance(getattr(x, "primal", None), jax.core.Tracer):
-            x = x.primal  # under grad, inside a jit
         elif hasattr(x, "get_const"):
             const = x.get_const()
             x = None if const is x else const
         else:
-            return
+            x = _thread.casts.get(id(x), (None, None))[1]
+
+
+def unwrap(x: Any) -> Any:
+    """The value below the wrappings of grad and vmap."""
+    while isinstance(x, jax.core.Tracer):
+        if hasattr(x, "primal"):
+            x = x.primal
+        elif hasattr(x, "batch_dim"):
+            x = x.val
+        else:
+            break
+    return x
+
+
+def trace_of(x: Any) -> Any:
+    """The trace a tracer belongs to. Private: nothing public tells two traces apart."""
+    return getattr(unwrap(x), "_trace", None)
+
+
+def entry_trace() -> Any:
+    """The trace in which the model was called."""
+    return _thread.entries[-1] if _thread.entries else None
+
+
+def _noted(out: Any, args: tuple) -> Any:
+    """Remembers which array a cast of concrete arrays was made from, for this call."""
+    pairs = (
+        [(out, args[0])] if len(args) == 1 or hasattr(out, "dtype") else zip(out, args)
+    )
+    for made, source in pairs:
+        if made is not source and hasattr(made, "dtype"):
+            _thread.casts[id(made)] = (made, unwrap(source))
+    return out

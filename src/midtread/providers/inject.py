@@ -16,7 +16,7 @@ To serve as well, the layer gets a class, and the model a mode:
 
     _, made = convert.apply({"params": params}, x, mutable=["quantized"])
     params = remove_float_params(params, made["quantized"])
-    serve.apply({"params": params, **made}, x)              # bit for bit what convert gave
+    serve.apply({"params": params, **made}, x)        # bit for bit what convert gave
 
 Linen's layers ask for their kernel by name and cast it before the op sees it, so
 something must stand in its place: a `Removed`, which has a shape and no data (a pytree
@@ -143,7 +143,8 @@ class QuantizedDotGeneral(_Injected):
     """lax.dot_general for `dot_general_cls`, under a recipe.
 
     >>> from midtread.ops.recipe import recipe
-    >>> cls = functools.partial(QuantizedDotGeneral, recipe=recipe("aqt_int8w"), mode="serve")
+    >>> how = {"recipe": recipe("aqt_int8w"), "mode": "serve"}
+    >>> cls = functools.partial(QuantizedDotGeneral, **how)
     >>> layer = nn.Dense(4, use_bias=False, dot_general_cls=cls)
     >>> x = jax.numpy.ones((2, 8))
     >>> jax.eval_shape(layer.init, jax.random.key(0), x)["quantized"][
