@@ -21,11 +21,7 @@ GOLDEN = {
     "qwix_fp4": ["f8E4M3FN,f8E4M3FN->f32"] * 3,
     "qat_int8": ["i8,i8->i32", "bf16,bf16->bf16", "bf16,bf16->bf16"],
     "aqt_int8": ["i8,i8->i32"] * 3,
-    "aqt_fp8_full": [
-        "f8E4M3FN,f8E4M3FN->bf16",
-        "f8E5M2,f8E4M3FN->bf16",
-        "f8E4M3FN,f8E5M2->bf16",
-    ],
+    "aqt_fp8_full": ["f8E4M3FN,f8E4M3FN->bf16", "f8E5M2,f8E5M2->bf16"],
     "te_fp8_current": [
         "f8E4M3FN,f8E4M3FN->f32",
         "f8E5M2,f8E4M3FN->f32",

@@ -216,7 +216,8 @@ class Average:
 class AmaxHistory:
     """Delayed scaling: the largest |x| of the last `length` steps sets the next scale.
 
-    State is a float32 vector, newest first. A history of zeros means nothing was seen.
+    State is a float32 vector; the newest is in slot 0, which pushes out slot 1, as Flax has
+    it. A history of zeros means nothing was seen.
     """
 
     length: int = 1024
@@ -225,7 +226,7 @@ class AmaxHistory:
         return jnp.zeros((self.length,), jnp.float32)
 
     def update(self, state: jax.Array, amax: jax.Array) -> jax.Array:
-        return jnp.roll(state, 1).at[0].set(amax.astype(jnp.float32).reshape(()))
+        return jnp.roll(state, -1).at[0].set(amax.astype(jnp.float32).reshape(()))
 
     def range(
         self, state: jax.Array, ndim: int, default: jax.Array | float = 1.0

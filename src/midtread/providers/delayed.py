@@ -40,6 +40,7 @@ from flax import nnx
 from midtread.model import flaxlib, intercept
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule
+from midtread.numerics.calibration import AmaxHistory
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray
@@ -218,8 +219,7 @@ def advance(meta: Meta, amax: jax.Array, bound: float, margin: float = 0) -> Met
     usable = (largest > 0) & jnp.isfinite(largest)
     old = jnp.where(old > 0, old, 1.0)  # 0 is the gradient of an op that took no part
     scale = jnp.where(usable, largest * (2.0**margin / bound), old)
-    seen = amax.astype(history.dtype).reshape(())
-    return {"amax_history": jnp.roll(history, -1).at[0].set(seen), "scale": scale}
+    return {"amax_history": AmaxHistory().update(history, amax), "scale": scale}
 
 
 def _names(side: str) -> dict[str, str]:
