@@ -16,7 +16,7 @@ test: lint
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The core tests again on the newest JAX, where a Python that it supports can be found.
 newest:
