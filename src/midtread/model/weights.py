@@ -23,7 +23,7 @@ def find_param(module: Any, x: Any) -> str | None:
     for last in intercept.ancestors(flaxlib.unbox(x)):
         if id(last) in by_id:
             return by_id[id(last)]
-    if not _origin_is_hidden(last, params):
+    if not origin_is_hidden(last, params):
         return None
     return next(
         (k for k, v in params.items() if v.shape == x.shape and _is_plain(k, v)), None
@@ -34,7 +34,7 @@ def _is_plain(name: str, param: Any) -> bool:
     return not getattr(param, "is_boxed", False) and not name.endswith(ADAPTERS)
 
 
-def _origin_is_hidden(x: Any, params: dict[str, Any]) -> bool:
+def origin_is_hidden(x: Any, params: dict[str, Any]) -> bool:
     """An argument of a trace begun inside the model."""
     if not isinstance(x, jax.core.Tracer) or getattr(x, "parent", None) is not None:
         return False

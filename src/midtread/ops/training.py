@@ -51,9 +51,10 @@ def train(
     """
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
-    # Layers that look alike share one trace; only noise tells one site from another.
+    # Layers that look alike share one trace, gradient included; only noise tells one
+    # site from another.
     how = _How(recipe, site if recipe.is_random else "", xla.platform())
-    return _train(how, c, lhs, rhs, ranges or Ranges(), key)
+    return _train_once(how, c, lhs, rhs, ranges or Ranges(), key)
 
 
 class _How(NamedTuple):
@@ -77,7 +78,6 @@ class _Residual(NamedTuple):
     like: jax.Array  # no elements; a float dtype if the operand wants a gradient
 
 
-@functools.partial(jax.jit, static_argnums=0)
 @untouched
 def _forward(how, c, lhs, rhs, ranges, key):
     recipe = how.recipe
@@ -106,7 +106,6 @@ def _is_float(x: Operand) -> bool:
     return not isinstance(x, QArray) and is_wide(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 @untouched
 def _backward(how, residuals, g):
     c, lhs, rhs, g_range, key = residuals
@@ -225,3 +224,4 @@ def _no_second_order(primals, tangents):
 
 
 _train.defvjp(_forward, _backward)
+_train_once = jax.jit(_train, static_argnums=0)

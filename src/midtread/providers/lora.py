@@ -38,7 +38,7 @@ from midtread.model import boxes, flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
-from midtread.model.weights import ADAPTERS, _origin_is_hidden, find_param
+from midtread.model.weights import ADAPTERS, origin_is_hidden, find_param
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops import einsum as einsum_
@@ -418,13 +418,15 @@ def _weight_name(module: Any, x: Any) -> str | None:
     in_linen = isinstance(module, nn.Module)
     held = module.variables.get("params", {}) if in_linen else vars(module)
     held = {k: flaxlib.unbox(v) for k, v in held.items() if isinstance(v, WithAux)}
-    codes = {id(v.array.qvalue): name for name, v in held.items() if _is_weight(v)}
+    codes = {name: v.array.qvalue for name, v in held.items() if _is_weight(v)}
+    by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
     last = None
     for last in intercept.ancestors(flaxlib.unbox(x).array.qvalue):
-        if id(last) in codes:
-            return codes[id(last)]
-    alike = [name for name, v in held.items() if v.shape == x.shape]
-    return alike[0] if alike and _origin_is_hidden(last) else None
+        if id(last) in by_id:
+            return by_id[id(last)]
+    if not origin_is_hidden(last, codes):
+        return None
+    return next((name for name in codes if held[name].shape == x.shape), None)
 
 
 def _is_weight(box: WithAux) -> bool:
