@@ -56,7 +56,7 @@ def seconds(fn, *args, repeats=3):
     """Of tracing; the best of a few, each with a function jit has not seen."""
     best = float("inf")
     for _ in range(repeats):
-        fresh = lambda *a: fn(*a)  # noqa: PLW0108
+        fresh = lambda *a: fn(*a)
         start = time.perf_counter()
         jax.jit(fresh).trace(*args)
         best = min(best, time.perf_counter() - start)

@@ -375,11 +375,13 @@ def entry_trace() -> Any:
 
 
 def _noted(out: Any, args: tuple) -> Any:
-    """Remembers which array a cast of concrete arrays was made from, for this call."""
+    """Remembers which array a cast was made from, for this call of the model."""
     pairs = (
         [(out, args[0])] if len(args) == 1 or hasattr(out, "dtype") else zip(out, args)
     )
     for made, source in pairs:
         if made is not source and hasattr(made, "dtype"):
-            _thread.casts[id(made)] = (made, unwrap(source))
+            made, source = unwrap(made), unwrap(source)
+            if made is not source:
+                _thread.casts[id(made)] = (made, source)
     return out

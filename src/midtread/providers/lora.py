@@ -38,7 +38,7 @@ from midtread.model import boxes, flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
-from midtread.model.weights import ADAPTERS, origin_is_hidden, find_param
+from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops import einsum as einsum_
