@@ -95,8 +95,11 @@ def test_training_steps(name, devices):
     def step(x, w):
         ops = mt.learn(mt.recipe(name), key=jax.random.key(0), ranges=ranges)
         out, vjp = jax.vjp(lambda x, w: ops.dot(x, w, precision="highest"), x, w)
-        return out, *vjp(jnp.sin(out))
+        return out, *vjp(
+            jnp.cos(jnp.arange(out.size).reshape(out.shape)).astype(out.dtype)
+        )
 
     for gpu, cpu in zip(on(devices[0], step, x, w), on(devices[1], step, x, w)):
-        # a few codes differ where a tie falls the other way
-        assert np.linalg.norm(gpu - cpu) < 0.03 * np.linalg.norm(cpu)
+        # codes differ where a tie falls the other way, as it may for the largest of each
+        # row: with 4 bits that is a few per cent
+        assert np.linalg.norm(gpu - cpu) < 0.06 * np.linalg.norm(cpu)

@@ -22,7 +22,7 @@ import numpy as np
 
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import wide_dtype
-from midtread.numerics.formats import Format
+from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import encode
 
 _E4M3_MAX = 448.0
@@ -125,8 +125,8 @@ def _two_level(absmax: jax.Array, fmt: Format, dtype) -> Scales:
     block = _over(absmax, fmt.bound) / top
     smallest = 2.0**-9  # e4m3's least subnormal: a live tile must not get scale 0
     block = jnp.where(absmax > 0, jnp.clip(block, smallest, _E4M3_MAX), 1.0)
-    block = jnp.where(finite, block, absmax)
-    block = block.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    block = jnp.where(finite, block, jnp.nan)
+    block = encode(block, as_format("e4m3")).astype(jnp.float32)
     return Scales(_narrow(block * top, dtype), None, top)
 
 
