@@ -78,9 +78,9 @@ with_own_gradient.defvjp(
 SPELLINGS = {
     "dot_general": lambda x, w: lax.dot_general(x, w, NUMBERS),
     "lax.dot": lambda x, w: lax.dot(x, w),
-    "jnp.dot": jnp.dot,
+    "jnp.dot": lambda x, w: jnp.dot(x, w),
     "method dot": lambda x, w: x.dot(w),
-    "matmul": jnp.matmul,
+    "matmul": lambda x, w: jnp.matmul(x, w),
     "@": lambda x, w: x @ w,
     "tensordot": lambda x, w: jnp.tensordot(x, w, axes=1),
     "inner": lambda x, w: jnp.inner(x, w.T),
@@ -110,6 +110,26 @@ def test_every_spelling_is_quantized(name, kind):
     assert not np.allclose(out, X @ W, atol=1e-5)
     ops = {op.rstrip("0123456789") for _, op in provider.calls}
     assert ops == {"einsum" if name == "einsum" else "dot_general"}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_serves_a_quantized_weight(name, kind):
+    """Under PTQ the weight is in a box by the time it is multiplied."""
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    exact = X @ mt.dequantize(mt.quantize(W, "int8", channelwise_axes=[1]))
+    if name in ("scan", "cast weight", "inner", "method dot"):
+        pytest.skip("something else meets the box before a matmul does")
+    if kind == "linen":
+        model = mt.quantize_model(Wrap(SPELLINGS[name]), provider)
+        variables = model.init(jax.random.key(0), X)
+        assert variables["params"]["w"].array.qtype == "int8"
+        out = jax.jit(model.apply)(variables, X)
+    else:
+        model = mt.quantize_model(WrapNnx(SPELLINGS[name]), provider, X)
+        assert isinstance(model.w, mt.WithAux)
+        out = model(X)
+    np.testing.assert_allclose(out, exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

@@ -8,12 +8,10 @@ to the matmul, where the provider takes it out.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import nnx
 
 from midtread.model import flaxlib
@@ -80,47 +78,3 @@ class WithAux:
 
 
 nnx.register_data_type(WithAux)
-
-
-def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
-    """`value` in the same kind of box as `box`: sharding names where extents allow.
-
-    Args:
-        axes: for each axis of `value` the axis of `box` whose name it takes; None for no
-            name. All, in order, if not given.
-    """
-    if isinstance(box, nn.meta.AxisMetadata):
-        box = box.replace_boxed(value)
-        for field in ("names", "mesh_axes"):
-            names = getattr(box, field, None)
-            if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
-                box = dataclasses.replace(
-                    box, **{field: _names(names, value.shape, axes)}
-                )
-        return box
-    if isinstance(box, nnx.Variable):
-        box = box.replace(value)
-        metadata = box.get_metadata()
-        field = "out_sharding" if "out_sharding" in metadata else "sharding_names"
-        names = metadata.get(field)
-        if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
-            box.set_metadata(field, _names(names, value.shape, axes))
-        return box
-    return value
-
-
-def _names(names: Any, shape: tuple[int, ...], axes: Any) -> Any:
-    if axes is not None:
-        known = dict(enumerate(names))  # may be fewer than axes
-        chosen = tuple(known.get(a) for a in axes)
-        names = (
-            jax.sharding.PartitionSpec(*chosen)
-            if isinstance(names, jax.sharding.PartitionSpec)
-            else chosen
-        )
-    kept = tuple(None if n == 1 else name for n, name in zip(shape, names))
-    return (
-        jax.sharding.PartitionSpec(*kept)
-        if isinstance(names, jax.sharding.PartitionSpec)
-        else kept
-    )

@@ -11,9 +11,10 @@ that objects cannot be told apart by identity: its path is an attribute of a cla
 own, made by `adopt`, which survives split and merge because the class does.
 """
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax
@@ -86,6 +87,50 @@ def write(var: Any, value: Any) -> None:
         var.value = value
 
 
+def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
+    """`value` in the same kind of box as `box`: sharding names where extents allow.
+
+    Args:
+        axes: for each axis of `value` the axis of `box` whose name it takes; None for no
+            name. All, in order, if not given.
+    """
+    if isinstance(box, nn.meta.AxisMetadata):
+        box = box.replace_boxed(value)
+        for field in ("names", "mesh_axes"):
+            names = getattr(box, field, None)
+            if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
+                box = dataclasses.replace(
+                    box, **{field: _names(names, value.shape, axes)}
+                )
+        return box
+    if isinstance(box, nnx.Variable):
+        box = box.replace(value)
+        metadata = box.get_metadata()
+        field = "out_sharding" if "out_sharding" in metadata else "sharding_names"
+        names = metadata.get(field)
+        if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
+            box.set_metadata(field, _names(names, value.shape, axes))
+        return box
+    return value
+
+
+def _names(names: Any, shape: tuple[int, ...], axes: Any) -> Any:
+    if axes is not None:
+        known = dict(enumerate(names))  # may be fewer than axes
+        chosen = tuple(known.get(a) for a in axes)
+        names = (
+            jax.sharding.PartitionSpec(*chosen)
+            if isinstance(names, jax.sharding.PartitionSpec)
+            else chosen
+        )
+    kept = tuple(None if n == 1 else name for n, name in zip(shape, names))
+    return (
+        jax.sharding.PartitionSpec(*kept)
+        if isinstance(names, jax.sharding.PartitionSpec)
+        else kept
+    )
+
+
 def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
     """A variable to `read` and `write`; its shape must be what `init` would give."""
     if isinstance(module, nn.Module):
@@ -113,6 +158,16 @@ def param(module: Any, name: str, init: Callable[[], Any]) -> Any:
     if not hasattr(module, name):
         setattr(module, name, jax.tree.map(nnx.Param, init()))
     return getattr(module, name)
+
+
+def replace_param(module: Any, name: str, tree: Any) -> None:
+    """Puts a tree in a parameter's place, each leaf in the parameter's kind of box."""
+    if isinstance(module, nn.Module):
+        held = module.get_variable("params", name)
+        module.put_variable("params", name, jax.tree.map(lambda v: like(held, v), tree))
+    else:
+        held = getattr(module, name)
+        setattr(module, name, jax.tree.map(lambda v: like(held, v), tree))
 
 
 def set_on_all(model: nnx.Module, **attributes: Any) -> None:

@@ -335,15 +335,17 @@ def _opaque(make: Callable) -> Callable:
 # --- where an array comes from ----------------------------------------------------------------
 
 
-def ancestors(x: Any) -> Iterator[Any]:
+def ancestors(x: Any, turned: bool = True) -> Iterator[Any]:
     """`x`, and what it was made from by functions of one argument (casts, reshapes,
-    sharding constraints). Private: a tracer's `parent` is how jit records its equations,
+    sharding constraints, and unless `turned` is False transposes). Private: a tracer's `parent` is how jit records its equations,
     `primal` and `val` are what grad and vmap wrap."""
     while x is not None:
         x = unwrap(x)
         yield x
         parent = getattr(x, "parent", None)
         if parent is not None and len(parent.in_tracers) == 1:
+            if not turned and parent.primitive.name == "transpose":
+                return
             (x,) = parent.in_tracers
         elif hasattr(x, "get_const"):
             const = x.get_const()

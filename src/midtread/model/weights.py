@@ -15,12 +15,15 @@ from midtread.model import flaxlib, intercept
 ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
 
-def find_param(module: Any, x: Any) -> str | None:
-    """The name of the parameter that `x` is, or None for an activation."""
+def find_param(module: Any, x: Any, turned: bool = True) -> str | None:
+    """The name of the parameter that `x` is, or None for an activation.
+
+    `turned`: whether a transpose of a parameter counts as one.
+    """
     params = {k: v for k, v in flaxlib.params_of(module).items() if hasattr(v, "shape")}
     by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
     last = x
-    for last in intercept.ancestors(flaxlib.unbox(x)):
+    for last in intercept.ancestors(flaxlib.unbox(x), turned):
         if id(last) in by_id:
             return by_id[id(last)]
     if not origin_is_hidden(last, params):

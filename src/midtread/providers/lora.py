@@ -34,7 +34,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.model import boxes, flaxlib, intercept
+from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
@@ -387,7 +387,7 @@ class _Maker:
             names: dict[Any, Any] = dict(enumerate(sharding.spec))  # may be fewer
             spec = PartitionSpec(*(names.get(o) for o in origins))
             value = jax.device_put(value, NamedSharding(sharding.mesh, spec))
-        return _lora_variable(boxes.like(base, value, origins))
+        return _lora_variable(flaxlib.like(base, value, origins))
 
 
 def _lora_variable(box: Any) -> Any:
@@ -485,11 +485,11 @@ def with_lora(tree: Any, adapters: Any) -> Any:
             base = flat[places[weight]]
             base = base.array.qvalue if isinstance(base, WithAux) else base
             unnamed = (None,) * value.ndim
-            changes[place] = _lora_variable(boxes.like(base, value, unnamed))
+            changes[place] = _lora_variable(flaxlib.like(base, value, unnamed))
             continue
         _check_shape(key, value, flaxlib.unbox(held))
         is_boxed = isinstance(value, nn.meta.AxisMetadata)
-        changes[place] = value if is_boxed else boxes.like(held, value)
+        changes[place] = value if is_boxed else flaxlib.like(held, value)
     return _changed(tree, changes)
 
 
@@ -655,15 +655,15 @@ def _plus(held: Any, delta: jax.Array, requantize: bool) -> Any:
     if not isinstance(held, WithAux):
         weight = flaxlib.unbox(held)
         total = weight.astype(jnp.float32) + delta.reshape(weight.shape)
-        return boxes.like(held, total.astype(weight.dtype))
+        return flaxlib.like(held, total.astype(weight.dtype))
     array = flaxlib.unbox(held.array)
     total = dequantize(array).astype(jnp.float32) + delta.reshape(array.shape)
     total = total.astype(array.dtype)
     box = held.array.qvalue
     if not requantize:
-        return boxes.like(box, total)
+        return flaxlib.like(box, total)
     made = WithAux(_quantize_like(held, total), held.how)
-    return jax.tree.map(lambda v: boxes.like(box, v), made)
+    return jax.tree.map(lambda v: flaxlib.like(box, v), made)
 
 
 def _check_shape(name: str, new: Any, held: Any) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import boxes, flaxlib, intercept
+from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
@@ -66,10 +66,10 @@ class PtqProvider(QuantizationProvider):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
         args = [_open(a) for a in args]
+        module = intercept.current_module()
+        # A box keeps a parameter as the matmul sees it, so not if it was turned around.
         names = {
-            id(a): find_param(intercept.current_module(), a)
-            for a in args
-            if _is_float(a)
+            id(a): find_param(module, a, turned=False) for a in args if _is_float(a)
         }
         ops = Ops(functools.partial(self._serve, rule, op_id, names))
         return getattr(ops, name)(*args, **kwargs)
@@ -102,22 +102,40 @@ class PtqProvider(QuantizationProvider):
     def _quantize_param(self, name: str, x: jax.Array, how: Spec) -> QArray:
         """Puts a quantized parameter in the place of a float one."""
         module = intercept.current_module()
-        box = WithAux(quantize_by_spec(x, how), how)
-        if isinstance(module, nn.Module):
-            if not module.is_initializing():
-                raise ValueError(
-                    "It seems you're feeding an unquantized param to a quantized model: "
-                    f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
-                    "quantize_params first."
-                )
-            held = module.get_variable("params", name)
-            module.put_variable(
-                "params", name, jax.tree.map(lambda v: boxes.like(held, v), box)
+        if isinstance(module, nn.Module) and not module.is_initializing():
+            raise ValueError(
+                "It seems you're feeding an unquantized param to a quantized model: "
+                f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
+                "quantize_params first."
             )
-        else:
-            held = getattr(module, name)
-            setattr(module, name, jax.tree.map(lambda v: boxes.like(held, v), box))
-        return box.array
+        value = quantize_by_spec(x, how)
+        held = flaxlib.params_of(module)[name]
+        made_in = intercept.trace_of(value.qvalue)
+        here = made_in is intercept.trace_of(held) or made_in is intercept.entry_trace()
+        try:
+            if here:
+                flaxlib.replace_param(module, name, WithAux(value, how))
+        except flax.errors.TraceContextError:
+            here = False
+        if not here:  # inside a trace of the model's own, which nothing made may leave
+            self._later.append((module, name, x.shape, how))
+        return value
+
+    @property
+    def _later(self) -> list:
+        """Parameters to be replaced once the model is through, on this thread."""
+        if not hasattr(self._counts, "later"):
+            self._counts.later = []
+        return self._counts.later
+
+    def process_model_output(self, method_name: str, output: Any) -> Any:
+        while self._later:
+            module, name, shape, how = self._later.pop()
+            held = flaxlib.params_of(module).get(name)
+            if held is not None and not _is_box(held):
+                value = quantize_by_spec(held.reshape(shape), how)
+                flaxlib.replace_param(module, name, WithAux(value, how))
+        return super().process_model_output(method_name, output)
 
     def _static_range(self, rule, name: str, spec: Spec, x: jax.Array):
         """The range behind a stored scale, which is a parameter beside the weight."""
@@ -192,7 +210,7 @@ class PtqProvider(QuantizationProvider):
                     setattr(
                         module,
                         name,
-                        jax.tree.map(lambda v, held=held: boxes.like(held, v), made),
+                        jax.tree.map(lambda v, held=held: flaxlib.like(held, v), made),
                     )
                 static = static or (
                     isinstance(box, WithAux) and not hasattr(module, name)
