@@ -78,7 +78,7 @@ RULES = {
     "qt int8": {"weight_qtype": jnp.int8, "act_qtype": jnp.int8, "bwd_qtype": jnp.int8},
     "qt fp8": {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn, "bwd_qtype": jnp.float8_e5m2},
     "qat clipped": {"weight_qtype": "int8", "act_qtype": "int8", "act_calibration_method": "absmax,0.8"},
-    "static": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True, "act_batch_axes": (0, 1), "op_names": ("dot_general",)},  # its stat names in an einsum follow how jnp flips the operands
+    "static": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True, "act_batch_axes": (0, 1)},
 }  # fmt: skip
 PEER_CANNOT = {
     ("qat w4", "moe"): "refuses a weight-only ragged_dot",

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from midtread.model import flaxlib, intercept
@@ -74,6 +76,30 @@ class QuantizationProvider:
         found = {name: getattr(self, name) for name in self.ops if hasattr(self, name)}
         found["current_rule"] = self._rule_for
         return found
+
+    # What JAX's functions become. A subclass changes all in `_run`, or one by its name.
+
+    def dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("dot_general", jax.lax.dot_general, args, kwargs)
+
+    def einsum(self, *args, **kwargs) -> jax.Array:
+        return self._run("einsum", jnp.einsum, args, kwargs)
+
+    def conv_general_dilated(self, *args, **kwargs) -> jax.Array:
+        return self._run(
+            "conv_general_dilated", jax.lax.conv_general_dilated, args, kwargs
+        )
+
+    def ragged_dot(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot", jax.lax.ragged_dot, args, kwargs)
+
+    def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
+        return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
+
+    def _run(self, name: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
+        """An op that was intercepted: `plain` is JAX's own."""
+        self._get_current_rule_and_op_id(name)
+        return plain(*args, **kwargs)
 
     # Which rule applies here.
 

@@ -67,6 +67,23 @@ def parse(subscripts: Any, operands: Sequence[Any]):
     return terms, output, tuple(operands)
 
 
+def in_jax_order(subscripts: Any, *operands: Any) -> tuple[Any, ...]:
+    """The arguments with two operands in the order in which jnp.einsum multiplies them: as
+    given where that makes the output's axes come out right, else swapped.
+
+    >>> x = jnp.ones((2, 2, 2, 2))
+    >>> in_jax_order("bhqk,bkhd->bqhd", x, x)[0]
+    'bkhd,bhqk->bqhd'
+    """
+    terms, output, operands = parse(subscripts, operands)
+    if len(terms) == 2:
+        batch = [x for x in output if all(x in term for term in terms)]
+        alone = [x for term in terms for x in term if x in output and x not in batch]
+        if "".join(batch + alone) != output:
+            terms, operands = terms[::-1], operands[::-1]
+    return (f"{','.join(terms)}->{output}", *operands)
+
+
 def _from_sublists(args):
     """einsum(x, [0, 1], y, [1, 2], [0, 2]) as a string."""
     operands, lists = list(args[0::2]), list(args[1::2])

@@ -31,6 +31,7 @@ from midtread.numerics.qarray import QArray, calibrate, quantize_by_spec
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
+from midtread.ops.einsum import in_jax_order
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
 
@@ -39,23 +40,6 @@ class PtqProvider(QuantizationProvider):
     """Serves quantized weights, with activations in float or quantized on the way."""
 
     ops = (*OPS, "asarray", "param", "promote_dtype", "promote_dtype_nnx")
-
-    def dot_general(self, *args, **kwargs) -> jax.Array:
-        return self._run("dot_general", jax.lax.dot_general, args, kwargs)
-
-    def einsum(self, *args, **kwargs) -> jax.Array:
-        return self._run("einsum", jnp.einsum, args, kwargs)
-
-    def conv_general_dilated(self, *args, **kwargs) -> jax.Array:
-        return self._run(
-            "conv_general_dilated", jax.lax.conv_general_dilated, args, kwargs
-        )
-
-    def ragged_dot(self, *args, **kwargs) -> jax.Array:
-        return self._run("ragged_dot", jax.lax.ragged_dot, args, kwargs)
-
-    def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
-        return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
@@ -66,6 +50,8 @@ class PtqProvider(QuantizationProvider):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
         args = [_open(a) for a in args]
+        if name == "einsum":  # sides are named as they are in training
+            args = in_jax_order(*args)
         module = intercept.current_module()
         # A box keeps a parameter as the matmul sees it, so not if it was turned around.
         names = {

@@ -22,6 +22,7 @@ from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
+from midtread.ops.einsum import in_jax_order
 from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
 from midtread.providers.qtconfig import QtConfig
@@ -39,28 +40,13 @@ class QtProvider(QuantizationProvider):
             )
         return super()._init_rule(rule)
 
-    def dot_general(self, *args, **kwargs) -> jax.Array:
-        return self._run("dot_general", jax.lax.dot_general, args, kwargs)
-
-    def einsum(self, *args, **kwargs) -> jax.Array:
-        return self._run("einsum", jnp.einsum, args, kwargs)
-
-    def conv_general_dilated(self, *args, **kwargs) -> jax.Array:
-        return self._run(
-            "conv_general_dilated", jax.lax.conv_general_dilated, args, kwargs
-        )
-
-    def ragged_dot(self, *args, **kwargs) -> jax.Array:
-        return self._run("ragged_dot", jax.lax.ragged_dot, args, kwargs)
-
-    def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
-        return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
-
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         if rule is None or _leaves_alone(rule):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
+        if name == "einsum":
+            args = in_jax_order(*args)
         ops = Ops(functools.partial(self._train, rule, op_id))
         return getattr(ops, name)(*args, **kwargs)
 
