@@ -121,3 +121,53 @@ def test_static_range_statistics():
     served = ptq.apply({"params": params}, model_input)
     trained = qt_model.apply(variables, model_input)
     assert jnp.abs(served - trained).max() < 1e-5
+
+
+class NvidaFp8Provider(qwix.QtProvider):
+    """Wraps nn.Fp8DirectDotGeneralOp with Qwix's provider interface."""
+
+    def dot_general(self, *args, **kwargs):
+        # Here we only check if the rule is None or not.
+        rule, op_id = self._get_current_rule_and_op_id("dot_general")
+        if rule is None:
+            return jax.lax.dot_general(*args, **kwargs)
+        return nn.Fp8DirectDotGeneralOp(name=op_id)(*args, **kwargs)
+
+    def einsum(self, *args, **kwargs):
+        rule, op_id = self._get_current_rule_and_op_id("einsum")
+        if rule is None:
+            return jnp.einsum(*args, **kwargs)
+        return nn.Fp8Einsum(name=op_id)(*args, **kwargs)
+
+
+class NANOOFp8Provider(qwix.QtProvider):
+    def dot_general(self, *args, **kwargs):
+        rule, op_id = self._get_current_rule_and_op_id("dot_general")
+        if rule is None:
+            return jax.lax.dot_general(*args, **kwargs)
+        return nn.NANOOFp8DotGeneralOp(name=op_id)(*args, **kwargs)
+
+
+def test_providers_that_create_submodules():
+    rules = [
+        qwix.QtRule(
+            module_path="Dense_0",
+            weight_qtype=jnp.float8_e4m3fn,
+            act_qtype=jnp.float8_e4m3fn,
+            bwd_qtype=jnp.float8_e4m3fn,
+            bwd_weight_grad_tile_size=1 / 4,
+            op_names=("dot_general",),
+        )
+    ]
+    with jax.numpy_dtype_promotion("standard"):
+        for provider in (NvidaFp8Provider, NANOOFp8Provider):
+            fp8 = qwix.quantize_model(model, provider(rules))
+            variables = fp8.init(jax.random.key(0), model_input)
+            state = variables["_overwrite_with_gradient"]
+            assert list(state) == ["Dense_0"] and list(state["Dense_0"]) == [
+                "dot_general0"
+            ]
+            loss = lambda v, fp8=fp8: jnp.mean(fp8.apply(v, model_input) ** 2)
+            grads = jax.jit(jax.grad(loss))(variables)
+            history = grads["_overwrite_with_gradient"]["Dense_0"]["dot_general0"]
+            assert history["input_amax_history"].max() == model_input.max()

@@ -1,0 +1,59 @@
+"""Imports go one way, and private names stay where they are allowed."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import midtread
+
+ROOT = pathlib.Path(midtread.__file__).parent
+LAYERS = ["numerics", "kernels", "ops", "model", "providers"]
+MAY_BE_PRIVATE = {"intercept.py", "flaxlib.py", "pallas_compat.py"}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_imports_go_one_way():
+    for path in ROOT.glob("*/*.py"):
+        layer = path.parent.name
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "midtread" and len(parts) > 1:
+                assert LAYERS.index(parts[1]) <= LAYERS.index(layer), (path, name)
+            if parts[0] == "flax":
+                assert layer in ("model", "providers"), (path, name)
+
+
+def test_private_names_stay_put():
+    for path in ROOT.glob("**/*.py"):
+        for name in imports(path):
+            private = any(
+                part.startswith("_") and part != "__future__"
+                for part in name.split(".")
+            )
+            assert not private or path.name in MAY_BE_PRIVATE, (path, name)
+
+
+EXTRAS = "print(sorted({'orbax', 'optax', 'yaml', 'matplotlib'} & set(sys.modules)))"
+INITIALIZED = (
+    "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+)
+
+
+def test_importing_touches_no_device_and_no_extra():
+    def run(*lines):
+        command = [sys.executable, "-c", "\n".join(("import sys", *lines))]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+
+    flax = "import flax.linen, flax.nnx"
+    assert run(flax, "import midtread", EXTRAS) == run(flax, EXTRAS)
+    assert run("import midtread", INITIALIZED) == "False\n"
