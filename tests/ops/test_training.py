@@ -268,6 +268,7 @@ def test_clip_masks_are_packed():
         (lambda: mt.Recipe(mt.Fwd(rhs=mt.per_channel("mxfp8")), dlhs=mt.Dlhs(CHANNEL, mt.REUSE)),
          "dlhs.rhs=REUSE, but the forward tiles"),
         (lambda: mt.Recipe(drhs=mt.Drhs(hadamard=12)), "power of two"),
+        (lambda: mt.Recipe(mt.Fwd(CHANNEL, CHANNEL), drhs=mt.Drhs(mt.REUSE, CHANNEL, hadamard=16)), "hadamard rotates"),
         (lambda: mt.recipe("int7_magic"), "unknown recipe 'int7_magic'. There are: qwix_int8"),
         (lambda: aqt_fp8_full((1.0, 2.0)), "come in six"),
         (lambda: mt.per_channel("int8", calibration="maxabs"), "unknown calibration 'maxabs'"),

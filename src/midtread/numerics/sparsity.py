@@ -5,7 +5,8 @@
     offset d       the M members of a group lie d apart instead of side by side
 
 `Sparsity` also says when: nothing is pruned before `start_step`; from then on the mask
-is refreshed every `update_step` steps and kept in between.
+is refreshed every `update_step` steps and kept in between. That takes someone who counts
+steps and holds the mask: `refresh`. A recipe does neither and prunes in every step, `apply`.
 """
 
 import dataclasses

@@ -85,6 +85,11 @@ class Recipe:
                 )
         if self.drhs.hadamard and _log2(self.drhs.hadamard) is None:
             raise ValueError(f"hadamard={self.drhs.hadamard} must be a power of two.")
+        if self.drhs.hadamard and self.drhs.lhs is REUSE and self.fwd.lhs is not None:
+            raise ValueError(
+                "drhs.hadamard rotates the operand before it is quantized, but "
+                "drhs.lhs=REUSE keeps its codes. Write a Spec there, or None."
+            )
 
     @property
     def slots(self) -> dict[str, Slot]:
