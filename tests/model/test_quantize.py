@@ -111,6 +111,43 @@ def test_the_model_passed_in_is_untouched():
     )
 
 
+@pytest.mark.parametrize("donate, most", [(False, 1.28), (True, 1.06)])
+def test_peak_memory_of_quantizing(donate, most, monkeypatch):
+    """Float and quantized and nothing more; with donation one parameter more than float."""
+
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List(
+                [nnx.Linear(256, 256, use_bias=False, rngs=rngs) for _ in range(16)]
+            )
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    held = lambda: sum(a.nbytes for a in jax.live_arrays() if a.size >= 256 * 256)
+    before = held()
+    model = Deep(nnx.Rngs(0))
+    float_bytes, seen = held() - before, []
+    from midtread.providers import ptq
+
+    original = ptq._quantize_jit
+
+    def watched(*args):
+        out = original(*args)
+        seen.append(held() - before)
+        return out
+
+    monkeypatch.setattr(ptq, "_quantize_jit", watched)
+    x = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    quantized = mt.quantize_model(model, provider, x, donate=donate)
+    assert len(seen) >= 16 and max(seen) <= most * float_bytes
+    assert isinstance(quantized.layers[0].kernel, mt.WithAux)
+    assert (quantized is model) == donate
+
+
 def test_nnx_trains():
     model = mt.quantize_model(
         NnxNet(nnx.Rngs(0)), mt.QtProvider([mt.QtRule(**INT8, bwd_qtype="int8")]), X

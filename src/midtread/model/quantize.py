@@ -22,6 +22,7 @@ def quantize_model(
     provider: QuantizationProvider,
     *model_inputs: Any,
     methods: Collection[str] = ("__call__",),
+    donate: bool = False,
     **model_inputs_kwargs: Any,
 ) -> Any:
     """`model` under `provider`.
@@ -29,12 +30,19 @@ def quantize_model(
     Args:
         model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
         methods: the methods that run quantized; one for NNX.
+        donate: for NNX models: the float model is used up. Each float parameter is freed
+            as soon as its quantized one is there, instead of all being kept.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
     if isinstance(model, nn.Module):
         if model_inputs or model_inputs_kwargs:
             raise ValueError("Model inputs must not be provided for linen models.")
+        if donate:
+            raise ValueError(
+                "donate is for NNX models. A Linen model holds no parameters: drop each "
+                "part of the float tree after quantize_params has turned it."
+            )
         return flaxlib.adopt_linen(model, provider, methods)
     if isinstance(model, nnx.Module):
         if not model_inputs and not model_inputs_kwargs:
@@ -42,6 +50,8 @@ def quantize_model(
         if len(methods) != 1:
             raise ValueError("Only one method is supported for nnx models.")
         (method,) = methods
+        if not donate:
+            model = nnx.merge(*nnx.split(model))  # new Variables over the same arrays
         return _quantize_nnx(model, provider, method, model_inputs, model_inputs_kwargs)
     raise ValueError(
         f"Unsupported model type: {type(model)}. Midtread quantizes flax.linen and flax.nnx "
@@ -54,7 +64,6 @@ def _quantize_nnx(model, provider, method, inputs, kwargs):
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError("Rngs must be an nnx.Rngs instance.")
     skip = kwargs.pop("skip_nnx_init", False)
-    model = nnx.merge(*nnx.split(model))  # new Variables over the same arrays
     model = flaxlib.adopt_nnx(model, provider, method)
     if not skip:
         provider.prepare_nnx(model, method, inputs, kwargs, rngs)
