@@ -41,9 +41,8 @@ def data(rng, shape, dtype, size=1.0):
     return jnp.asarray(rng.normal(size=shape) * size).astype(dtype)
 
 
-# Compiling takes the time, so an ordinary run draws half of what each test could well use;
-# PEER_CASES=4 in the environment draws eight times as many.
-SHARE = float(os.environ.get("PEER_CASES", "0.5"))
+# Compiling takes the time; PEER_CASES=4 in the environment draws four times as many cases.
+SHARE = float(os.environ.get("PEER_CASES", "1"))
 
 
 def sample(cases, count, seed=0):
