@@ -6,7 +6,11 @@ x86 with AVX-512, jax 0.10.2 and 0.12.0):
 
     a decoded copy of 32 MiB     makes a call 10x as slow as float32's, all formats alike.
                                  Hence a loop over blocks of about 2^20 codes; the same
-                                 blocks unrolled are as slow as one copy
+                                 blocks unrolled are as slow as one copy. A weight that
+                                 fits the cache as float32 races against a cache-speed
+                                 float32: integers then go in blocks of 2^17, which stay
+                                 in the second-level cache (smaller loops run on one
+                                 thread, too slow for the longer decodes)
     int4, float8 converts        cost 3x to 10x. Hence bytes and integer ops:
         int4                     a byte is two codes: one matmul for the low nibbles and
                                  one for the high, the small operand is what is shuffled
@@ -33,6 +37,7 @@ from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
 BLOCK = 2**20  # codes decoded at a time
+SMALL_BLOCK = 2**17  # of integers, when the whole weight has at most BLOCK codes
 MIN_ROWS = 8  # of a block, however wide: each adds to all of [M, N]
 MIN_SIZE = 2**16  # codes: at 2^14 float8 was 5% slower than the plain path
 MAX_ROWS = 256  # of x: at 512 the plain path was within 1.2x of float32
@@ -154,12 +159,15 @@ def supports(
         return False
     if shape[1] % _num_planes(fmt.dtype) or shape[1] * MIN_ROWS > 8 * BLOCK:
         return False
-    return _block_rows(shape, counts[0]) > 0
+    return _block_rows(fmt, shape, counts[0]) > 0
 
 
-def _block_rows(shape: tuple[int, int], count: int) -> int:
+def _block_rows(fmt: Format, shape: tuple[int, int], count: int) -> int:
     """Rows of a block: whole tiles, or a whole part of one; 0 if neither fits."""
-    num_rows = min(max(BLOCK // shape[1], MIN_ROWS), shape[0])
+    is_small = fmt.dtype.name in INTEGERS and fmt.table is None
+    is_small = is_small and math.prod(shape) <= BLOCK
+    block = SMALL_BLOCK if is_small else BLOCK
+    num_rows = min(max(block // shape[1], MIN_ROWS), shape[0])
     tile = shape[0] // count
     if count == 1:
         return num_rows
@@ -185,7 +193,7 @@ def dot(
             that does not vary along the summed axis is cheaper applied to the result.
         summed: the axis of the codes that is summed.
     """
-    step = _block_rows(codes_RC.shape, 1 if scale is None else scale.shape[0])
+    step = _block_rows(fmt, codes_RC.shape, 1 if scale is None else scale.shape[0])
     return _dot(x_MK, codes_RC, scale, fmt, summed, precision, step)
 
 
