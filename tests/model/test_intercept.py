@@ -118,7 +118,7 @@ def test_every_spelling_serves_a_quantized_weight(name, kind):
     """Under PTQ the weight is in a box by the time it is multiplied."""
     provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
     exact = X @ mt.dequantize(mt.quantize(W, "int8", channelwise_axes=[1]))
-    if name in ("scan", "cast weight", "inner", "method dot"):
+    if name in ("inner",):
         pytest.skip("something else meets the box before a matmul does")
     if kind == "linen":
         model = mt.quantize_model(Wrap(SPELLINGS[name]), provider)
@@ -285,3 +285,16 @@ def test_private_names_are_still_there():
         return y
 
     jax.jit(body)(X)
+
+
+def test_what_qwix_does_not_count_is_numbered_after_what_it_does():
+    def both(x, w):
+        return lax.dot(x, w) + lax.dot_general(x, w, NUMBERS) + lax.dot(x, w)
+
+    provider = Seen()
+    run("linen", both, provider)
+    assert [op for _, op in provider.calls] == [
+        "dot_general100",
+        "dot_general0",
+        "dot_general101",
+    ]

@@ -72,9 +72,9 @@ class _Thread(threading.local):
         self.active: list[Active] = []
         self.modules: list[Any] = []
         self.entries: list[Any] = []  # per active model: the trace it was called in
-        self.casts: dict[
-            int, Any
-        ] = {}  # id of a cast array -> (it, what it was made from)
+        # id of a cast array -> (it, what it was made from)
+        self.casts: dict[int, Any] = {}
+        self.is_late = False
 
 
 _thread = _Thread()
@@ -177,7 +177,11 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
         if name in ("lax_dot", "tensordot") and _any_enabled():
             spelled = _as_dot_general(name, *args, **kwargs)
             if spelled is not None:
-                return dispatch("dot_general", *spelled)
+                _thread.is_late = name == "lax_dot"
+                try:
+                    return dispatch("dot_general", *spelled)
+                finally:
+                    _thread.is_late = False
         for a in _thread.active:
             if a.enabled and name in a.handlers:
                 a.enabled = False
@@ -190,6 +194,11 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
     if name in CASTS and _thread.active:
         return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
     return out
+
+
+def is_late() -> bool:
+    """Whether the op being handled is spelled in a way that Qwix does not see."""
+    return _thread.is_late
 
 
 def _any_enabled() -> bool:
@@ -295,6 +304,7 @@ def _catch_operators() -> None:
     for cls in (ArrayImpl, jax.core.Tracer):
         for operator in ("__matmul__", "__rmatmul__"):
             setattr(cls, operator, _operator(operator, getattr(cls, operator)))
+        cls.dot = _dot_method
 
     for method in ("astype", "reshape"):  # a jit trace records these; nothing else does
         setattr(ArrayImpl, method, _noting(getattr(ArrayImpl, method)))
@@ -318,6 +328,11 @@ def _operator(name: str, original: Callable) -> Callable:
         return original(self, other)
 
     return wrapper
+
+
+def _dot_method(self, b, **options):
+    """`x.dot(w)`, which does not look jnp.dot up either."""
+    return jnp.dot(self, b, **options)
 
 
 def _opaque(make: Callable) -> Callable:

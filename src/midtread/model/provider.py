@@ -7,7 +7,9 @@ call JAX itself: inside a handler nothing is intercepted. Write a subclass to do
 of your own at matched sites.
 
 An op id is the op's name and a number, counted per module and call: "dot_general0" is a
-module's first matmul, whether or not a rule matches it. Statistics are stored under it.
+module's first matmul, whether or not a rule matches it. Statistics are stored under it. A
+`lax.dot`, which Qwix does not see, is counted from LATE on, so that the names of the
+others are those that Qwix gives them.
 """
 
 import collections
@@ -34,6 +36,7 @@ OPS = (
     "ragged_dot",
     "ragged_dot_general",
 )
+LATE = 100  # the first number of a matmul that Qwix does not count
 
 
 class QuantizationProvider:
@@ -41,6 +44,9 @@ class QuantizationProvider:
 
     rule_type: type = QuantizationRule
     ops: tuple[str, ...] = OPS
+    named_only: tuple[str, ...] = (
+        "take",
+    )  # ops that a rule without op_names passes by
 
     def __init__(
         self, rules: Sequence[Any], *, disable_jit: bool = False, strict: bool = False
@@ -125,18 +131,20 @@ class QuantizationProvider:
         module = intercept.current_module()
         path = flaxlib.path_of(module)
         self._paths.setdefault(path)
-        index = next(
-            (i for i, r in enumerate(self._rules) if r.matches(path, op_name)), None
+        matches = lambda rule: (
+            rule.matches(path, op_name)
+            and (op_name in rule.op_names or op_name not in self.named_only)
         )
+        index = next((i for i, r in enumerate(self._rules) if matches(r)), None)
         rule = None if index is None else self._rules[index]
         if index is not None:
             self._rule_matches[index] += 1
         if only_rule:
             return rule, None
-        counter = self._counter(module)
+        counter, late = self._counter(module), intercept.is_late()
         if not repeated_call:
-            counter[op_name] += 1
-        return rule, f"{op_name}{counter[op_name] - 1}"
+            counter[op_name, late] += 1
+        return rule, f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
 
     def _counter(self, module: Any) -> collections.Counter:
         """Ops seen per module in this call; Linen modules that share a scope share it."""

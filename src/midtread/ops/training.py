@@ -93,7 +93,7 @@ def _forward(how, c, lhs, rhs, ranges, key):
             range_ = calibrate(x, spec) if range_ is None else range_
             used = quantize_to_range(x, spec, range_, key, (how.site, name))
             if spec.calibration.clips and recipe.mask_clipped:
-                mask = jnp.packbits(_inside(x, range_), axis=-1)
+                mask = jnp.packbits(is_inside(x, range_), axis=-1)
         operands.append(used)
         dtype = x.dtype if _is_float(x) else jnp.int8
         value = used if slot is REUSE or isinstance(x, QArray) else x
@@ -192,7 +192,7 @@ def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
     return jnp.where(inside, grad, jnp.zeros_like(grad))
 
 
-def _inside(x: jax.Array, range_: Range) -> jax.Array:
+def is_inside(x: jax.Array, range_: Range) -> jax.Array:
     low, high = range_.get("min"), range_.get("max")
     if "absmax" in range_:
         low, high = -range_["absmax"], range_["absmax"]

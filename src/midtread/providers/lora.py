@@ -73,10 +73,11 @@ class LoraRule(QuantizationRule):
             raise ValueError(f"alpha should be a number, not {self.alpha!r}.")
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout should be in [0, 1), not {self.dropout!r}.")
-        ragged = [op for op in self.op_names if op.startswith("ragged_dot")]
-        if ragged:
+        without = ("ragged_dot", "ragged_dot_general", "take")
+        refused = [op for op in self.op_names if op in without]
+        if refused:
             raise ValueError(
-                f"{ragged[0]} gets no adapters, but op_names has it. There are: "
+                f"{refused[0]} gets no adapters, but op_names has it. There are: "
                 "dot_general, einsum, conv_general_dilated."
             )
 

@@ -27,11 +27,12 @@ from midtread.model.weights import find_param
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import as_format
-from midtread.numerics.qarray import QArray, calibrate, quantize_by_spec
+from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
+from midtread.ops.lookup import look_up, table_spec
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
 
@@ -39,7 +40,7 @@ from midtread.ops.training import Ranges, train
 class PtqProvider(QuantizationProvider):
     """Serves quantized weights, with activations in float or quantized on the way."""
 
-    ops = (*OPS, "asarray", "param", "promote_dtype", "promote_dtype_nnx")
+    ops = (*OPS, "take", "asarray", "param", "promote_dtype", "promote_dtype_nnx")
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
@@ -59,6 +60,23 @@ class PtqProvider(QuantizationProvider):
         }
         ops = Ops(functools.partial(self._serve, rule, op_id, names))
         return getattr(ops, name)(*args, **kwargs)
+
+    def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
+        """A look-up: from a box, or one that makes the box if a rule names it."""
+        rule, _ = self._get_current_rule_and_op_id("take")
+        a = _open(a)
+        if axis is None or out is not None:
+            return jnp.take(
+                dequantize(a) if _is_box(a) else a, indices, axis, out, **options
+            )
+        axis = axis % a.ndim
+        if rule is not None and rule.weight_qtype is not None and _is_float(a):
+            name = find_param(intercept.current_module(), a, turned=False)
+            if name is not None:
+                a = self._quantize_param(name, a, table_spec(rule, a.ndim, axis))
+        if not _is_box(a):
+            return jnp.take(a, indices, axis, **options)
+        return look_up(a, indices, axis, **options)
 
     def _serve(self, rule, op_id: str, names: dict, c, lhs, rhs) -> jax.Array:
         operands, specs, ranges = [], [], []
@@ -166,6 +184,8 @@ class PtqProvider(QuantizationProvider):
         return nn.Module.param(module, name, *args, **kwargs)
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
+        if len(args) == 1 and _is_box(args[0]) and kwargs.get("dtype") is not None:
+            return [args[0].astype(kwargs["dtype"])]  # a table: rows of this dtype
         plain = nn.dtypes.promote_dtype(
             *[None if _is_box(a) else a for a in args], **kwargs
         )

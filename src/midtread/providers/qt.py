@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.model import flaxlib, intercept
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule
 from midtread.model.weights import find_param
@@ -23,6 +23,7 @@ from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
+from midtread.ops.lookup import learn_look_up, table_spec
 from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
 from midtread.providers.qtconfig import QtConfig
@@ -32,6 +33,7 @@ class QtProvider(QuantizationProvider):
     """Trains under rules: QAT without `bwd_qtype`, QT with it."""
 
     rule_type = QtRule
+    ops = (*OPS, "take")
 
     def _init_rule(self, rule: QuantizationRule) -> QtRule:
         if not isinstance(rule, QtRule):
@@ -68,6 +70,18 @@ class QtProvider(QuantizationProvider):
             key = flaxlib.make_rng(module, "stochastic_rounding")
         site = f"{flaxlib.path_of(module)}/{op_id}"
         return train(c, recipe, lhs, rhs, ranges, key, site)
+
+    def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
+        """A look-up: the table of an embedding, where a rule names it."""
+        rule, _ = self._get_current_rule_and_op_id("take")
+        is_table = axis is not None and find_param(intercept.current_module(), a)
+        if rule is None or rule.weight_qtype is None or not is_table:
+            return jnp.take(a, indices, axis, out, **options)
+        axis = axis % a.ndim
+        spec = table_spec(rule, a.ndim, axis)
+        if rule.disable_channelwise_axes:
+            spec = dataclasses.replace(spec, channelwise_axes=())
+        return learn_look_up(a, spec, indices, axis, **options)
 
     def _static_range(self, rule: QtRule, name: str, spec: Spec, x: jax.Array):
         """The average range so far; the current one until there is an average."""
