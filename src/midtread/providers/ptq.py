@@ -184,8 +184,9 @@ class PtqProvider(QuantizationProvider):
         return nn.Module.param(module, name, *args, **kwargs)
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
-        if len(args) == 1 and _is_box(args[0]) and kwargs.get("dtype") is not None:
-            return [args[0].astype(kwargs["dtype"])]  # a table: rows of this dtype
+        if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
+            dtype = kwargs.get("dtype")
+            return [args[0] if dtype is None else args[0].astype(dtype)]
         plain = nn.dtypes.promote_dtype(
             *[None if _is_box(a) else a for a in args], **kwargs
         )
