@@ -232,6 +232,10 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
 
 
 def _enter_linen(next_fn, args, kwargs, context):
+    if context.method_name == "__call__":
+        out = intercept.offer("module", context.module, next_fn, args, kwargs)
+        if out is not NotImplemented:
+            return out
     with intercept.entered(context.module):
         return next_fn(*args, **kwargs)
 
@@ -242,7 +246,7 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
         cls = getattr(type(module), "_unquantized_type", type(module))
         fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
         for name, original in _nnx_methods(cls):
-            fields[name] = _nnx_method(original)
+            fields[name] = _nnx_method(original, name)
         if path == ():
             fields[method] = _nnx_root(getattr(cls, method), method, provider)
         module.__class__ = type(
@@ -261,9 +265,14 @@ def _nnx_methods(cls: type):
             yield name, original
 
 
-def _nnx_method(original: Callable) -> Callable:
+def _nnx_method(original: Callable, name: str) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
+        if name == "__call__":
+            run = functools.partial(original, self)
+            out = intercept.offer("module", self, run, args, kwargs)
+            if out is not NotImplemented:
+                return out
         with intercept.entered(self):
             return original(self, *args, **kwargs)
 

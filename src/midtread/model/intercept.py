@@ -7,6 +7,7 @@ JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one 
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
 
     active(provider)      handlers of a provider apply, on this thread
+    offer(name, ...)      the handlers' answer, for callers that have a plan B
     entered(module)       a module's method is running: which rule applies depends on it
     disabled()            nothing is touched: inside handlers, kernels and engine
 
@@ -104,10 +105,10 @@ def is_active(provider: Any) -> bool:
 def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
     install()
     outer_modules, _thread.modules = _thread.modules, []
-    _thread.active.append(Active(provider, handlers))
     _thread.entries.append(trace_of(lax.full((), 0.0)))
+    _thread.active.append(Active(provider, handlers))
     try:
-        with _keyed():
+        with provider.surroundings(), _keyed():
             yield
     finally:
         _thread.active.pop()
@@ -182,14 +183,9 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
                     return dispatch("dot_general", *spelled)
                 finally:
                     _thread.is_late = False
-        for a in _thread.active:
-            if a.enabled and name in a.handlers:
-                a.enabled = False
-                try:
-                    with _keyed():
-                        return a.handlers[name](*args, **kwargs)
-                finally:
-                    a.enabled = True
+        out = offer(name, *args, **kwargs)
+        if out is not NotImplemented:
+            return out
     out = _originals[name](*args, **kwargs)
     if name in CASTS and _thread.active:
         return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
@@ -199,6 +195,21 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
 def is_late() -> bool:
     """Whether the op being handled is spelled in a way that Qwix does not see."""
     return _thread.is_late
+
+
+def offer(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What the first handler of that name returns; NotImplemented if there is none."""
+    for a in _thread.active:
+        if a.enabled and name in a.handlers:
+            a.enabled = False
+            try:
+                with _keyed():
+                    out = a.handlers[name](*args, **kwargs)
+            finally:
+                a.enabled = True
+            if out is not NotImplemented:
+                return out
+    return NotImplemented
 
 
 def _any_enabled() -> bool:
@@ -260,6 +271,19 @@ def install() -> None:
         _originals.update(found)
 
 
+def swapped(name: str, fn: Any) -> Callable[[], None]:
+    """`_swap_code` for a while: returns what puts the function back."""
+    original = _originals[name] = _swap_code(name, fn)
+
+    def undo() -> None:
+        fn.__code__ = original.__code__
+        fn.__defaults__ = original.__defaults__
+        fn.__kwdefaults__ = original.__kwdefaults__
+        del fn.__signature__
+
+    return undo
+
+
 def _swap_code(name: str, fn: Any) -> Callable:
     """Gives a plain function code that dispatches; returns what it was."""
     original = types.FunctionType(
@@ -296,18 +320,24 @@ def _without_jit(jitted: Any) -> Callable:
     return wrapper
 
 
-def _catch_operators() -> None:
-    """`x @ w` does not look jnp.matmul up, so the operator of arrays and of tracers is
-    replaced as well. Private: the class of concrete arrays has no public name."""
+def array_classes() -> tuple[type, type]:
+    """Of concrete arrays and of tracers. Private: the former has no public name."""
     from jax._src.array import ArrayImpl
 
-    for cls in (ArrayImpl, jax.core.Tracer):
+    return ArrayImpl, jax.core.Tracer
+
+
+def _catch_operators() -> None:
+    """`x @ w` does not look jnp.matmul up, so the operator of arrays and of tracers is
+    replaced as well."""
+    for cls in array_classes():
         for operator in ("__matmul__", "__rmatmul__"):
             setattr(cls, operator, _operator(operator, getattr(cls, operator)))
         cls.dot = _dot_method
 
+    concrete, _ = array_classes()
     for method in ("astype", "reshape"):  # a jit trace records these; nothing else does
-        setattr(ArrayImpl, method, _noting(getattr(ArrayImpl, method)))
+        setattr(concrete, method, _noting(getattr(concrete, method)))
 
 
 def _noting(original: Callable) -> Callable:

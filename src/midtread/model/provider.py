@@ -13,6 +13,7 @@ others are those that Qwix gives them.
 """
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -82,6 +83,10 @@ class QuantizationProvider:
         found = {name: getattr(self, name) for name in self.ops if hasattr(self, name)}
         found["current_rule"] = self._rule_for
         return found
+
+    def surroundings(self) -> contextlib.AbstractContextManager:
+        """Entered around every call of the model."""
+        return contextlib.nullcontext()
 
     # What JAX's functions become. A subclass changes all in `_run`, or one by its name.
 
