@@ -15,6 +15,7 @@ zero. The tour, from the inside out:
       PtqProvider         serve it; quantize_params turns its parameters
       DelayedFp8Provider  train it in fp8 with scales from earlier steps
       LoraProvider        fine-tune it through adapters, over quantized weights or not
+    explain             what a provider does to a model, op by op, before it is run
 
 >>> import jax.numpy as jnp, midtread as mt
 >>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
@@ -23,6 +24,7 @@ zero. The tour, from the inside out:
 """
 
 from midtread.model.boxes import WithAux as WithAux
+from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat
 from midtread.model.function import quantize_function as quantize_function
 from midtread.model.intercept import disable_interceptions as disable_interceptions

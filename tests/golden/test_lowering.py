@@ -71,6 +71,7 @@ PUBLIC = [
     "blocks",
     "conv_general_dilated",
     "dequantize",
+    "explain",
     "dot",
     "dot_general",
     "einsum",

@@ -23,6 +23,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.model import intercept
+from midtread.model.intercept import path_of
 from midtread.numerics.qarray import QArray
 
 nnx.register_data_type(QArray)
@@ -41,13 +42,6 @@ except ValueError:  # Qwix, imported beside us, has taken the name
 
 
 _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
-
-
-def path_of(module: Any) -> str:
-    parts = (
-        module.path if isinstance(module, nn.Module) else getattr(module, "_path", ())
-    )
-    return "/".join(map(str, parts))
 
 
 def unbox(x: Any) -> Any:

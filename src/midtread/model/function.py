@@ -28,6 +28,7 @@ from jax.extend import source_info_util
 from midtread.model import intercept
 from midtread.model.provider import QuantizationProvider
 from midtread.numerics.qarray import QArray
+from midtread.ops import witness
 
 
 def quantize_function(
@@ -185,7 +186,7 @@ def _entered(name: str) -> contextlib.ExitStack | None:
         module = intercept.current_module()
     except ValueError:
         return None
-    if not isinstance(module, Scope):
+    if not isinstance(module, Scope) or name.startswith(witness.PREFIX):
         return None
     stack = contextlib.ExitStack()
     for part in name.split("/"):

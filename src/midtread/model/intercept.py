@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from midtread.numerics.qarray import QArray
+from midtread.ops import witness
 from midtread.ops.untouched import is_running
 
 # name a provider handles -> where JAX keeps the function
@@ -122,10 +123,16 @@ def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
 def entered(module: Any) -> Iterator[None]:
     _thread.modules.append(module)
     try:
-        with _keyed():
+        with _keyed(), witness.place(lambda: path_of(module)):
             yield
     finally:
         _thread.modules.pop()
+
+
+def path_of(module: Any) -> str:
+    """'encoder/layers/0'; '' for the root."""
+    linen = isinstance(module, nn.Module)
+    return "/".join(map(str, module.path if linen else getattr(module, "_path", ())))
 
 
 def current_module() -> Any:
@@ -165,7 +172,7 @@ def disable_interceptions(fn: Callable) -> Callable:
 def _keyed():
     """jit's cache key for the providers enabled now, and the rules that apply here."""
     key = tuple(
-        (cache_number(a.provider), a.provider.rules_here())
+        (cache_number(a.provider), a.provider.rules_here(), witness.key())
         for a in _thread.active
         if a.enabled
     )
@@ -204,7 +211,7 @@ def offer(name: str, *args: Any, **kwargs: Any) -> Any:
             a.enabled = False
             try:
                 with _keyed():
-                    out = a.handlers[name](*args, **kwargs)
+                    out = witness.handle(name, a.handlers[name], args, kwargs)
             finally:
                 a.enabled = True
             if out is not NotImplemented:

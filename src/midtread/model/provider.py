@@ -14,6 +14,7 @@ others are those that Qwix gives them.
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import difflib
 import functools
@@ -29,6 +30,7 @@ from flax import linen as nn
 
 from midtread.model import flaxlib, intercept
 from midtread.model.rules import QuantizationRule, as_rules
+from midtread.ops import witness
 
 OPS = (
     "dot_general",
@@ -56,7 +58,7 @@ class QuantizationProvider:
             self._init_rule(rule) for rule in as_rules(rules, self.rule_type)
         ]
         self._rule_matches = [0] * len(self._rules)
-        self._paths: dict[str, None] = {}  # every path seen, in order
+        self._paths: dict[str, set[str]] = {}  # every path seen, in order, and its ops
         self._initial_run_complete = False
         self._counts = threading.local()
         self.disable_jit = (
@@ -77,6 +79,13 @@ class QuantizationProvider:
             act_static_scale=bool(rule.act_static_scale),
             act_calibration_method=rule.act_calibration_method or "absmax",
         )
+
+    def needs_rngs(self) -> bool:
+        """Whether a model under this provider draws random numbers for it."""
+        recipes = [getattr(r, "recipe", None) for r in self._rules]
+        return any(
+            getattr(r, "bwd_stochastic_rounding", None) for r in self._rules
+        ) or (any(r is not None and r.is_random for r in recipes))
 
     def handlers(self) -> dict[str, Callable]:
         """The methods that take the place of JAX's functions."""
@@ -135,7 +144,7 @@ class QuantizationProvider:
         """The first rule that matches the current module and op, and the op's id there."""
         module = intercept.current_module()
         path = flaxlib.path_of(module)
-        self._paths.setdefault(path)
+        self._paths.setdefault(path, set()).add(op_name)
         matches = lambda rule: (
             rule.matches(path, op_name)
             and (op_name in rule.op_names or op_name not in self.named_only)
@@ -149,7 +158,9 @@ class QuantizationProvider:
         counter, late = self._counter(module), intercept.is_late()
         if not repeated_call:
             counter[op_name, late] += 1
-        return rule, f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
+        op_id = f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
+        witness.rule(index, op_id)
+        return rule, op_id
 
     def _counter(self, module: Any) -> collections.Counter:
         """Ops seen per module in this call; Linen modules that share a scope share it."""
@@ -178,23 +189,42 @@ class QuantizationProvider:
         return output
 
     def _report_unused(self) -> None:
-        unused = self.get_unused_rules()
-        if not unused:
-            return
-        lines = []
-        for rule in unused:
-            near = difflib.get_close_matches(
-                rule.module_path, list(self._paths), 3, 0.3
-            )
-            near = near or list(self._paths)[:3]
-            ops = f" with op_names={tuple(rule.op_names)}" if rule.op_names else ""
-            lines.append(
-                f"module_path={rule.module_path!r}{ops}; paths near it: {near}"
-            )
-        text = "rules that matched nothing: " + "; ".join(lines)
-        if self.strict:
+        text = self.unused_rules_text()
+        if text and self.strict:
             raise ValueError(text)
-        warnings.warn(text, stacklevel=2)
+        if text:
+            warnings.warn(text, stacklevel=2)
+
+    def unused_rules_text(self) -> str:
+        """What to tell about rules that matched no op; '' if there are none."""
+        lines = []
+        for i, (rule, count) in enumerate(zip(self._rules, self._rule_matches)):
+            if count:
+                continue
+            ops = f" with op_names={tuple(rule.op_names)}" if rule.op_names else ""
+            line = f"rule {i}, module_path={rule.module_path!r}{ops}"
+            lines.append(f"{line}; {self._why_unused(rule)}")
+        return "rules that matched nothing: " + "; ".join(lines) if lines else ""
+
+    def _why_unused(self, rule: QuantizationRule) -> str:
+        for path, ops in self._paths.items():
+            for op in ops:
+                if rule.matches(path, op):
+                    first = next(
+                        i for i, r in enumerate(self._rules) if r.matches(path, op)
+                    )
+                    return f"rule {first} comes first wherever it would match"
+        near = difflib.get_close_matches(rule.module_path, list(self._paths), 3, 0.3)
+        return f"paths near it: {near or list(self._paths)[:3]}"
+
+    def fresh(self) -> "QuantizationProvider":
+        """A copy with the same rules that has seen no model, and reports none unused."""
+        made = copy.copy(self)
+        made._rule_matches, made._paths = [0] * len(self._rules), {}
+        made._counts = threading.local()
+        made._initial_run_complete = True
+        made.__dict__.pop("_cache_number", None)
+        return made
 
     def get_unused_rules(self) -> list[Any]:
         """Rules that matched no op so far."""

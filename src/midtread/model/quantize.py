@@ -6,7 +6,7 @@ their paths; then one abstract run finds out what the provider adds to it. The m
 was passed in is left as it was.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -75,17 +75,12 @@ def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
 
     Python objects among the inputs stay as they are; arrays become shapes.
     """
-    is_array = lambda x: (
-        isinstance(x, jax.Array | jax.ShapeDtypeStruct) or hasattr(x, "__array__")
-    )
-    leaves, tree = jax.tree.flatten((inputs, kwargs))
-    arrays = [x if is_array(x) else None for x in leaves]
+    arrays, rebuild = split_arrays(inputs, kwargs)
     graph, state = nnx.split(model)
 
     def run(state, arrays):
         model = nnx.merge(graph, state)
-        mixed = [x if a is None else a for x, a in zip(leaves, arrays)]
-        args, named = jax.tree.unflatten(tree, mixed)
+        args, named = rebuild(arrays)
         getattr(model, method)(*args, **named)
         graph_out, state_out = nnx.split(model)
         run.graph = graph_out
@@ -93,3 +88,18 @@ def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
 
     abstract = jax.eval_shape(run, state, arrays)
     return nnx.merge(run.graph, abstract)
+
+
+def split_arrays(inputs: tuple, kwargs: dict) -> tuple[list, Callable[[list], Any]]:
+    """(the arrays or shapes among a call's arguments, a function that puts others there)."""
+    is_array = lambda x: (
+        isinstance(x, jax.Array | jax.ShapeDtypeStruct) or hasattr(x, "__array__")
+    )
+    leaves, tree = jax.tree.flatten((inputs, kwargs))
+    arrays = [x if is_array(x) else None for x in leaves]
+
+    def rebuild(arrays: list) -> tuple[tuple, dict]:
+        mixed = [x if a is None else a for x, a in zip(leaves, arrays)]
+        return jax.tree.unflatten(tree, mixed)
+
+    return arrays, rebuild

@@ -31,8 +31,9 @@ from midtread.kernels import choose, xla
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
+from midtread.ops import witness
 from midtread.ops.contraction import Contraction, Dot, lay_over
-from midtread.ops.untouched import untouched
+from midtread.ops.untouched import is_running, untouched
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
 MIN_TILE = 128
@@ -40,11 +41,18 @@ MIN_TILE = 128
 Operand = jax.Array | QArray
 
 
-@untouched
 def contract(
     c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any = None
 ) -> jax.Array:
     """The contraction of two operands, quantized or not, in the dtype the caller expects."""
+    if is_running():  # a part of something that was told of
+        return _contract(c, lhs, rhs, accumulate)
+    run = lambda: _contract(c, lhs, rhs, accumulate)
+    return witness.contraction(c, None, lhs, rhs, run)
+
+
+@untouched
+def _contract(c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any) -> jax.Array:
     if accumulate is None and not any(_is_low_bit(x) for x in (lhs, rhs)):
         return c.run(lhs, rhs)
     for operand in (lhs, rhs):

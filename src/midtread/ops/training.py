@@ -21,6 +21,7 @@ from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, quantize_to_range
 from midtread.numerics.spec import Spec
+from midtread.ops import witness
 from midtread.ops.contraction import Contraction
 from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
 from midtread.ops.recipe import REUSE, Recipe
@@ -54,7 +55,8 @@ def train(
     # Layers that look alike share one trace, gradient included; only noise tells one
     # site from another.
     how = _How(recipe, site if recipe.is_random else "", xla.platform())
-    return _train_once(how, c, lhs, rhs, ranges or Ranges(), key)
+    run = lambda: _train_once(how, c, lhs, rhs, ranges or Ranges(), key)
+    return witness.contraction(c, recipe, lhs, rhs, run)
 
 
 class _How(NamedTuple):

@@ -148,6 +148,9 @@ class LoraProvider(PtqProvider):
         self._plan: dict | None = None  # adapters to make, while a model is prepared
         self._method = "__call__"
 
+    def needs_rngs(self) -> bool:
+        return True  # to make the adapters
+
     def dot_general(
         self,
         lhs: Any,

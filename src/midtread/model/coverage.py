@@ -1,0 +1,271 @@
+"""Coverage: what `mt.explain` found, as rows and totals, and as a table.
+
+Rows that differ in a number of their path alone (layers/0, layers/1, ...) are printed as
+one; `rows` has them all. Shares of FLOPs are of the forward pass, and of both backward
+matmuls where a recipe quantizes those. A weight counts as quantized if every contraction
+that it enters, and every look-up that a rule is about, takes it in low bits.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from midtread.numerics.spec import Spec
+
+SHORT = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64",
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1",
+}  # fmt: skip
+
+
+def dtype_text(dtype: Any) -> str:
+    name = np.dtype(dtype).name
+    return SHORT.get(name, name)
+
+
+def spec_text(spec: Spec) -> str:
+    """'int8', 'int4/128', 'float8_e4m3fn/128x128'."""
+    name = SHORT.get(spec.format.name, spec.format.name)
+    tiles = "x".join(f"{t:g}" for t in spec.tiles.values())
+    return f"{name}/{tiles}" if tiles else name
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter of the float model, and what it takes once quantized."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    stored: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A contraction, kernel or lookup, everywhere it runs from the same place."""
+
+    path: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    rule: int | None = None
+    fwd: tuple[str, str] | None = None  # formats of lhs and rhs
+    dlhs: tuple[str, str] | None = None  # of g and rhs
+    drhs: tuple[str, str] | None = None  # of lhs and g
+    runs_as: str = ""  # the dtypes that are multiplied on this platform
+    times: int = 1
+    flops: int = 0  # of the forward, all times together
+    bytes: int = 0  # of both operands in these formats
+    weight: str = ""
+    weight_bytes: int = 0  # in the float model
+    reason: str = ""  # why it is left alone
+    note: str = ""
+    quantized: tuple[bool, bool, bool] = (False, False, False)  # fwd, dlhs, drhs
+    is_opaque: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantized[0]
+
+    def __add__(self, other: "Row") -> "Row":
+        both = {
+            k: getattr(self, k) + getattr(other, k) for k in ("times", "flops", "bytes")
+        }
+        return dataclasses.replace(self, **both)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    contractions: int
+    left_alone: int
+    opaque: int
+    flops: int
+    quantized_flops: int
+    backward_flops: int  # 0 if no recipe quantizes a backward
+    quantized_backward_flops: int
+    weight_bytes: int
+    quantized_weight_bytes: int
+    stored_weight_bytes: int
+    outside_bytes: int  # of parameters that no row names
+
+    @property
+    def flops_share(self) -> float:
+        return _share(self.quantized_flops, self.flops)
+
+    @property
+    def weight_share(self) -> float:
+        return _share(self.quantized_weight_bytes, self.weight_bytes)
+
+    def __str__(self) -> str:
+        kernels = f", {_count(self.opaque, 'opaque kernel')}" if self.opaque else ""
+        lines = [
+            f"{_count(self.contractions, 'contraction')}, {self.left_alone} left alone{kernels}",
+            (
+                f"{100 * self.flops_share:.1f}% of {_human(self.flops, 'FLOP')}, "
+                f"{100 * self.weight_share:.1f}% of {_human(self.weight_bytes, 'B')} of "
+                "weights quantized"
+            ),
+        ]
+        if self.backward_flops:
+            share = 100 * _share(self.quantized_backward_flops, self.backward_flops)
+            lines.append(
+                f"{share:.1f}% of {_human(self.backward_flops, 'FLOP')} quantized in the backward"
+            )
+        if self.outside_bytes:
+            lines.append(
+                f"{_human(self.outside_bytes, 'B')} of biases, norms and the like meet no "
+                "contraction"
+            )
+        if self.stored_weight_bytes != self.weight_bytes:
+            lines.append(
+                f"weights take {_human(self.stored_weight_bytes, 'B')} instead of "
+                f"{_human(self.weight_bytes, 'B')}"
+            )
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """The rows of a model and its parameters; `print` it."""
+
+    rows: tuple[Row, ...]
+    params: dict[str, Param]
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        real = [r for r in self.rows if r.flops]
+        trains = any(any(r.quantized[1:]) for r in real)
+        named = {r.weight for r in self.rows}
+        backward = lambda rows: sum(
+            r.flops * sum(r.quantized[1:]) for r in rows if trains
+        )
+        return Totals(
+            contractions=len(real),
+            left_alone=sum(not r.is_quantized for r in real),
+            opaque=sum(r.is_opaque for r in self.rows),
+            flops=sum(r.flops for r in real),
+            quantized_flops=sum(r.flops for r in real if r.is_quantized),
+            backward_flops=2 * sum(r.flops for r in real) if trains else 0,
+            quantized_backward_flops=backward(real),
+            weight_bytes=sum(p.nbytes for p in self.params.values()),
+            quantized_weight_bytes=sum(
+                p.nbytes for k, p in self.params.items() if k in self._quantized_weights
+            ),
+            stored_weight_bytes=sum(p.stored for p in self.params.values()),
+            outside_bytes=sum(
+                p.nbytes for k, p in self.params.items() if k not in named
+            ),
+        )
+
+    @functools.cached_property
+    def _quantized_weights(self) -> set[str]:
+        met = [r for r in self.rows if r.fwd and r.weight]
+        return {r.weight for r in met} - {r.weight for r in met if not r.is_quantized}
+
+    @property
+    def left_alone(self) -> tuple[Row, ...]:
+        """Contractions, kernels and lookups that are not quantized; each has a reason."""
+        return tuple(r for r in self.rows if not r.is_quantized)
+
+    def __str__(self) -> str:
+        trains = self.totals.backward_flops > 0
+        columns = {
+            k: v for k, v in COLUMNS.items() if trains or k not in ("dlhs", "drhs")
+        }
+        lines = [list(columns)]
+        for group in _groups(self.rows):
+            lines.append([column(group) for column in columns.values()])
+        widths = [max(map(len, cells)) for cells in zip(*lines)]
+        numbers = [i for i, k in enumerate(columns) if k in ("times", "FLOP")]
+        pad = lambda i, s: s.rjust(widths[i]) if i in numbers else s.ljust(widths[i])
+        table = [
+            "  ".join(pad(i, s) for i, s in enumerate(row)).rstrip() for row in lines
+        ]
+        return "\n".join([*table, "", str(self.totals)])
+
+    __repr__ = __str__
+
+
+def _groups(rows: tuple[Row, ...]) -> list[list[Row]]:
+    """Rows that differ in numbers of their path alone, together."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        anywhere = lambda text: re.sub(r"(?<![^/])\d+(?![^/])", "*", text)
+        path, weight = anywhere(row.path), anywhere(row.weight)
+        key = dataclasses.replace(row, path=path, weight=weight)
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def _path(rows: list[Row]) -> str:
+    """'layers/{0..3}/mlp', 'blocks/{0,2}'."""
+    parts = []
+    for part in zip(*(r.path.split("/") for r in rows)):
+        seen = list(dict.fromkeys(part))
+        if len(seen) == 1:
+            parts.append(seen[0])
+            continue
+        numbers = sorted(map(int, seen))
+        run = numbers == list(range(numbers[0], numbers[-1] + 1))
+        listed = f"{numbers[0]}..{numbers[-1]}" if run else ",".join(map(str, numbers))
+        parts.append(f"{{{listed}}}")
+    return "/".join(parts) or "(root)"
+
+
+def _shapes(rows: list[Row]) -> str:
+    return " x ".join(f"[{','.join(map(str, s))}]" for s in rows[0].shapes)
+
+
+def _pair(name: str):
+    def text(rows: list[Row]) -> str:
+        pair = getattr(rows[0], name)
+        return " x ".join(pair) if pair else "-"
+
+    return text
+
+
+def _why(rows: list[Row]) -> str:
+    row = rows[0]
+    return "; ".join(part for part in (row.reason, row.note) if part)
+
+
+def _weight(rows: list[Row]) -> str:
+    if not rows[0].weight:
+        return ""
+    name = rows[0].weight.rpartition("/")[2]
+    return f"{name} {_human(sum(r.weight_bytes for r in rows), 'B')}"
+
+
+# heading: what a group of rows shows under it
+COLUMNS = {
+    "path": _path,
+    "op": lambda rows: rows[0].op,
+    "operands": _shapes,
+    "times": lambda rows: str(sum(r.times for r in rows)),
+    "rule": lambda rows: "-" if rows[0].rule is None else str(rows[0].rule),
+    "forward": _pair("fwd"),
+    "dlhs": _pair("dlhs"),
+    "drhs": _pair("drhs"),
+    "runs as": lambda rows: rows[0].runs_as or "-",
+    "FLOP": lambda rows: _human(sum(r.flops for r in rows), ""),
+    "weight": _weight,
+    "left alone because": _why,
+}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
+def _human(n: float, unit: str) -> str:
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if n >= 10**power:
+            digits = n / 10**power
+            return f"{digits:.{max(0, 2 - int(math.log10(digits)))}f} {prefix}{unit}"
+    return f"{n:g} {unit}".rstrip()

@@ -1,0 +1,211 @@
+"""Explain: which contractions of a model are quantized, how, and why the others are not.
+
+The model is traced once under the provider, on shapes alone, and nothing is run. Three
+sources are put together, each the authority on its own question:
+
+    the provider     which rule it found for an op, and the op's id
+    the engine       the Contraction, the Recipe and the operands it was handed
+    the jaxpr        how often that runs (scan, vmap, branches), in which dtypes it is
+                     multiplied, and what ran that neither of them knows of
+
+They are tied together by marks: a witness (ops/witness.py) opens a numbered scope for
+every module, op and contraction, and gives every contraction's result a name; the walk
+over the jaxpr finds them again, after vmap and scan did what they do. So a row is in the
+program or it is not in the table.
+
+FLOPs are those of the mathematics (2 per product): what a format costs beyond (padding,
+zero points, tiles) is not counted as work.
+"""
+
+import math
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
+from midtread.model.coverage import Coverage, Param
+from midtread.model.function import quantize_function
+from midtread.model.ledger import Ledger, Witness
+from midtread.model.provider import QuantizationProvider
+from midtread.model.quantize import quantize_model, split_arrays
+from midtread.numerics.formats import dtype_bits
+from midtread.numerics.qarray import QArray
+from midtread.ops import witness
+
+
+def explain(
+    model: Any,
+    provider: QuantizationProvider,
+    *inputs: Any,
+    method: str = "__call__",
+    **kwargs: Any,
+) -> Coverage:
+    """Every contraction of `model` under `provider`: a record that prints as a table.
+
+    Shapes are enough: inputs may be jax.ShapeDtypeStructs, an NNX model may come from
+    nnx.eval_shape. Rules that match nothing are an error, with the paths nearest to them.
+
+    >>> import jax.numpy as jnp
+    >>> from midtread.model.rules import QtRule
+    >>> from midtread.providers.qt import QtProvider
+    >>> rules = [QtRule(weight_qtype="int8", act_qtype="int8")]
+    >>> explain(nn.Dense(64), QtProvider(rules), jnp.ones((8, 128))).totals.flops
+    131072
+
+    Args:
+        model: a Linen or NNX module, or a function whose first argument holds its
+            parameters, as `quantize_function` takes it.
+        inputs, kwargs: what the method is called with.
+    """
+    if not isinstance(provider, QuantizationProvider):
+        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    if not inputs and not kwargs:
+        raise ValueError(
+            "explain needs the model's inputs: arrays, or jax.ShapeDtypeStruct(shape, "
+            "dtype) for each."
+        )
+    provider, seen = provider.fresh(), Witness()
+    trace = (
+        _trace_linen
+        if isinstance(model, nn.Module)
+        else _trace_nnx
+        if isinstance(model, nnx.Module)
+        else _trace_function
+    )
+    jaxpr, params = trace(model, provider, method, inputs, kwargs, seen)
+    text = provider.unused_rules_text()
+    if text:
+        raise ValueError(text)
+    return Ledger(provider, seen, params).coverage(jaxpr)
+
+
+# --- tracing ----------------------------------------------------------------------------------
+
+
+def _trace_linen(model, provider, method, inputs, kwargs, seen):
+    arrays, rebuild = split_arrays(inputs, kwargs)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def init(module, key, arrays):
+        args, named = rebuild(arrays)
+        return module.init({"params": key}, *args, method=method, **named)
+
+    quantized = flaxlib.adopt_linen(model, provider, (method,))
+    before = jax.eval_shape(lambda *a: init(model, *a), key, arrays)
+    after = jax.eval_shape(lambda *a: init(quantized, *a), key, arrays)
+
+    def apply(variables, key, arrays):
+        args, named = rebuild(arrays)
+        others = [name for name in variables if name != "params"]
+        with witness.watched(seen):
+            return quantized.apply(
+                variables,
+                *args,
+                method=method,
+                rngs={"params": key},
+                mutable=others,
+                **named,
+            )
+
+    jaxpr = jax.make_jaxpr(apply)(after, key, arrays).jaxpr
+    sizes = [_sizes(_flat_dict(tree.get("params", {}))) for tree in (before, after)]
+    return jaxpr, _params(*sizes)
+
+
+def _trace_nnx(model, provider, method, inputs, kwargs, seen):
+    arrays, rebuild = split_arrays(inputs, kwargs)
+    graph, state = nnx.split(model)
+    sizes = []
+
+    def run(state, arrays):
+        model = nnx.merge(graph, state)
+        args, named = rebuild(arrays)
+        sizes.append(_sizes(_flat_module(model)))
+        model = quantize_model(
+            model,
+            provider,
+            *args,
+            methods=(method,),
+            donate=True,
+            rngs=nnx.Rngs(0) if provider.needs_rngs() else None,
+            **named,
+        )
+        sizes.append(_sizes(_flat_module(model)))
+        with witness.watched(seen):
+            getattr(model, method)(*args, **named)
+
+    jaxpr = jax.make_jaxpr(run)(state, arrays).jaxpr
+    return jaxpr, _params(*sizes[-2:])
+
+
+def _trace_function(fn, provider, method, inputs, kwargs, seen):
+    if not callable(fn):
+        raise TypeError(
+            f"model should be a flax.linen or flax.nnx module, or a function, not {fn!r}."
+        )
+    if method != "__call__":
+        raise ValueError(f"a function has no method {method!r}: pass it itself.")
+    arrays, rebuild = split_arrays(inputs, kwargs)
+    quantized = quantize_function(fn, provider)
+
+    is_leaf = lambda x: isinstance(x, QArray)
+    flat = lambda params: {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
+    }
+
+    def run(arrays):
+        args, named = rebuild(arrays)
+        for name, leaf in flat(args[0]).items():
+            if is_leaf(leaf):
+                seen.known[id(leaf.qvalue)] = name
+        with witness.watched(seen):
+            return quantized(*args, **named)
+
+    sizes = _sizes(flat(inputs[0]))
+    return jax.make_jaxpr(run)(arrays).jaxpr, _params(sizes, sizes)
+
+
+def _flat_dict(tree: Any, path: tuple = ()) -> dict[str, Any]:
+    """{path: array or box} of nested dicts."""
+    if isinstance(tree, dict) or hasattr(tree, "items"):
+        found = {}
+        for key, value in tree.items():
+            found |= _flat_dict(value, (*path, str(key)))
+        return found
+    return {"/".join(path): flaxlib.unbox(tree)}
+
+
+def _flat_module(model: nnx.Module) -> dict[str, Any]:
+    found, inside = {}, set()
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, WithAux):
+            found[path] = flaxlib.unbox(node)
+        elif isinstance(node, nnx.Param):
+            inside.add(path)
+            found[path] = flaxlib.unbox(node)
+    boxes = [p for p in found if p not in inside]
+    within = lambda p: any(p[: len(b)] == b and p != b for b in boxes)
+    return {"/".join(map(str, p)): v for p, v in found.items() if not within(p)}
+
+
+def _sizes(flat: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], int]]:
+    return {
+        k: (tuple(getattr(v, "shape", ())), sum(map(_nbytes, jax.tree.leaves(v))))
+        for k, v in flat.items()
+    }
+
+
+def _nbytes(x: Any) -> int:
+    return math.ceil(math.prod(x.shape) * dtype_bits(x.dtype) / 8)
+
+
+def _params(before: dict, after: dict) -> dict[str, Param]:
+    """Parameters that the float model has too: adapters and static scales are not its."""
+    return {
+        k: Param(shape, nbytes, after.get(k, (shape, nbytes))[1])
+        for k, (shape, nbytes) in before.items()
+    }

@@ -1,0 +1,392 @@
+"""Ledger: what a witness was told and what the jaxpr holds, put together as rows.
+
+`Witness` numbers every module, op and contraction it is told of and marks the equations
+with the numbers; `Ledger` finds them again in the jaxpr. See model/explain.py.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from midtread.model import flaxlib, intercept, jaxprs
+from midtread.model.boxes import WithAux
+from midtread.model.coverage import Coverage, Param, Row, dtype_text, spec_text
+from midtread.model.provider import OPS
+from midtread.model.weights import find_param
+from midtread.numerics import views
+from midtread.numerics.dtypes import is_wide
+from midtread.numerics.formats import as_format, dtype_bits
+from midtread.numerics.qarray import QArray
+from midtread.ops.recipe import REUSE, Recipe
+from midtread.ops.witness import PREFIX
+
+LOOKUP = "take"
+
+
+@dataclasses.dataclass
+class _Op:
+    """An op that a provider was given."""
+
+    name: str
+    weights: list[str]
+    op_id: str = ""
+    rule: int | None = None
+
+
+@dataclasses.dataclass
+class _Contraction:
+    """What the engine was asked to compute, and in which op."""
+
+    op: _Op | None
+    c: Any
+    recipe: Recipe | None
+    operands: tuple[Any, Any]  # arrays or QArrays, as tracers
+    weights: tuple[str | None, str | None]
+    out: Any = None
+
+
+class Witness:
+    """Numbers what it is told of, and marks the equations with the numbers."""
+
+    def __init__(self):
+        self.told: list[Any] = []  # a path, an _Op or a _Contraction each
+        self.known: dict[int, str] = {}  # id of codes -> the parameter they are
+        self._op: _Op | None = None
+
+    def _scope(self, entry: Any) -> contextlib.AbstractContextManager:
+        self.told.append(entry)
+        return jax.named_scope(f"{PREFIX}{len(self.told) - 1}")
+
+    def place(self, path: str) -> contextlib.AbstractContextManager:
+        return self._scope(path)
+
+    def handle(self, name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
+        if name not in (*OPS, LOOKUP):
+            return handler(*args, **kwargs)
+        found = [_weight_of(a, self.known) for a in args if hasattr(a, "shape")]
+        op = _Op(name, [w for w in found if w])
+        before, self._op = self._op, op
+        try:
+            with self._scope(op):
+                return handler(*args, **kwargs)
+        finally:
+            self._op = before
+
+    def rule(self, index: int | None, op_id: str | None) -> None:
+        if self._op is not None and not self._op.op_id:
+            self._op.rule, self._op.op_id = index, op_id or ""
+
+    def contraction(self, c, recipe, lhs, rhs, run) -> Any:
+        weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)
+        entry = _Contraction(self._op, c, recipe, (lhs, rhs), weights)
+        with self._scope(entry):
+            number = len(self.told) - 1
+            out = run()
+        entry.out = jax.typeof(out)
+        return checkpoint_name(out, f"{PREFIX}{number}")
+
+
+def _weight_of(x: Any, known: dict[int, str]) -> str | None:
+    """The name of the parameter that an operand is."""
+    if isinstance(x, QArray) and id(x.qvalue) in known:
+        return known[id(x.qvalue)]
+    try:
+        module = intercept.current_module()
+    except ValueError:
+        return None
+    x = flaxlib.unbox(x)
+    x = x.array if isinstance(x, WithAux) else x
+    if not isinstance(x, QArray):
+        found = find_param(module, x) if hasattr(x, "dtype") else None
+        return found and re.sub(r"(~\d+|\[i\])$", "", found)
+    boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
+    held = {}
+    for name, param in {**flaxlib.params_of(module), **boxes}.items():
+        param = flaxlib.unbox(param)
+        param = param.array if isinstance(param, WithAux) else param
+        if isinstance(param, QArray):
+            held[name] = param
+    same = [k for k, q in held.items() if q.qvalue is x.qvalue]
+    alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
+    return (same or alike or list(held) or [None])[0]
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """Turns what was told and what the jaxpr holds into rows."""
+
+    def __init__(self, provider, seen: Witness, params: dict[str, Param]):
+        self.rules = provider._rules
+        self.provider = type(provider).__name__
+        self.told, self.params = seen.told, params
+
+    def coverage(self, jaxpr: Any) -> Coverage:
+        # What has no scope ran before the model did: it was being prepared.
+        found = [f for f in jaxprs.walk(jaxpr) if f.scopes]
+        runs = self._runs_as(found)
+        rows: dict[Any, Row] = {}
+        for f in found:
+            row = self._row(f, runs)
+            if row is not None:
+                key = dataclasses.replace(row, times=0, flops=0, bytes=0)
+                rows[key] = row if key not in rows else rows[key] + row
+        unused = self._unused(list(rows.values()))
+        return Coverage((*rows.values(), *unused), self.params)
+
+    def _last(self, f: jaxprs.Found, kind: type) -> tuple[Any, Any]:
+        for number in reversed(f.scopes):
+            if isinstance(self.told[number], kind):
+                return number, self.told[number]
+        return None, None
+
+    def _path(self, f: jaxprs.Found) -> str:
+        return self._last(f, str)[1] or ""
+
+    def _runs_as(self, found: list[jaxprs.Found]) -> dict[int, str]:
+        """For every contraction of the engine the dtypes of most of its products."""
+        most: dict[int, jaxprs.Found] = {}
+        runs: dict[int, str] = {}
+        for f in found:
+            number, entry = self._last(f, _Contraction)
+            if entry is None:
+                continue
+            if f.name in jaxprs.OPAQUE:
+                runs[number] = f"kernel {jaxprs.kernel_name(f.eqn)}"
+            elif f.name in jaxprs.CONTRACTIONS:
+                most[number] = max(f, most.get(number, f), key=lambda f: f.flops)
+        for number, f in most.items():
+            text = " x ".join(map(dtype_text, f.dtypes))
+            runs.setdefault(number, text)
+        return runs
+
+    def _row(self, f: jaxprs.Found, runs: dict[int, str]) -> Row | None:
+        if f.name == jaxprs.MARK:
+            if not f.eqn.params["name"].startswith(PREFIX):
+                return None
+            number = int(f.eqn.params["name"].removeprefix(PREFIX))
+            return self._engine_row(f, self.told[number], runs.get(number, ""))
+        if self._last(f, _Contraction)[1] is not None:
+            return None
+        if f.name in jaxprs.OPAQUE:
+            return self._opaque_row(f)
+        return self._lookup_row(f) if f.name == jaxprs.LOOKUP else self._plain_row(f)
+
+    def _weight(self, path: str, name: str | None) -> tuple[str, int]:
+        """(full name, bytes in the float model)."""
+        if name is None:
+            return "", 0
+        full = name if name in self.params else f"{path}/{name}".lstrip("/")
+        param = self.params.get(full)
+        return (full, param.nbytes) if param else (full, 0)
+
+    def _engine_row(self, f: jaxprs.Found, entry: _Contraction, runs: str) -> Row:
+        path, (lhs, rhs) = self._path(f), entry.operands
+        times = f.times * math.prod(f.out.shape) // max(math.prod(entry.out.shape), 1)
+        recipe = entry.recipe or Recipe()
+        fwd = _operand(lhs, recipe.fwd.lhs), _operand(rhs, recipe.fwd.rhs)
+        dlhs = drhs = None
+        if entry.recipe is not None and self._trains(entry.op):
+            g = (entry.out, recipe.dlhs.g), (entry.out, recipe.drhs.g)
+            if _is_float(lhs):
+                dlhs = _operand(*g[0]), _slot(rhs, recipe.dlhs.rhs, fwd[1])
+            if _is_float(rhs):
+                drhs = _slot(lhs, recipe.drhs.lhs, fwd[0]), _operand(*g[1])
+        name = entry.weights[1] or entry.weights[0]
+        weight, nbytes = self._weight(path, name)
+        op = entry.op or _Op(entry.c.name, [])
+        reason = "" if any(o.quantized for o in fwd) else self._why_not(op, entry)
+        return Row(
+            path=path,
+            op=op.op_id or op.name,
+            shapes=(tuple(lhs.shape), tuple(rhs.shape)),
+            rule=op.rule,
+            fwd=_texts(fwd),
+            dlhs=_texts(dlhs),
+            drhs=_texts(drhs),
+            runs_as=runs,
+            times=times,
+            flops=times * _flops(entry),
+            bytes=times * sum(o.nbytes for o in fwd),
+            weight=weight,
+            weight_bytes=nbytes,
+            reason=reason,
+            note=f.note,
+            quantized=tuple(_any(p) for p in (fwd, dlhs, drhs)),
+        )
+
+    def _trains(self, op: _Op | None) -> bool:
+        rule = None if op is None or op.rule is None else self.rules[op.rule]
+        return rule is None or hasattr(rule, "bwd_qtype")
+
+    def _why_not(self, op: _Op, entry: _Contraction) -> str:
+        rule = self.rules[op.rule] if op.rule is not None else None
+        if rule is None:
+            return "no rule matches" if entry.op else "float operands"
+        kinds = [str(x.dtype) for x in entry.operands]
+        if not all(_is_float(x) for x in entry.operands):
+            what = " x ".join(kinds)
+            return f"rule {op.rule} matches, but {what} is not float: left alone"
+        if rule.act_qtype is None and not any(entry.weights):
+            return f"rule {op.rule} quantizes weights, and neither operand is one"
+        return f"rule {op.rule} matches, but asks for neither operand"
+
+    def _plain_row(self, f: jaxprs.Found) -> Row:
+        _, op = self._last(f, _Op)
+        path = self._path(f)
+        op = op or _Op(f.name, [])
+        weight, nbytes = self._weight(path, op.weights[0] if op.weights else None)
+        texts = tuple(map(dtype_text, f.dtypes))
+        bits = [math.prod(s) * dtype_bits(d) for s, d in zip(f.shapes, f.dtypes)]
+        return Row(
+            path=path,
+            op=op.op_id or op.name,
+            shapes=f.shapes,
+            rule=op.rule,
+            fwd=texts,
+            runs_as=" x ".join(texts),
+            times=f.times,
+            flops=f.flops,
+            bytes=f.times * sum(bits) // 8,
+            weight=weight,
+            weight_bytes=nbytes,
+            reason=self._why_plain(op),
+            note=f.note,
+        )
+
+    def _why_plain(self, op: _Op) -> str:
+        if not op.op_id:
+            return "not intercepted: disable_interceptions, or a library's own"
+        if op.rule is None:
+            return "no rule matches"
+        rule = self.rules[op.rule]
+        recipe = getattr(rule, "recipe", None)
+        if rule.weight_qtype is None and rule.act_qtype is None and recipe is None:
+            return f"rule {op.rule} leaves it alone"
+        return f"rule {op.rule} matches, but {self.provider} ran it in its own way"
+
+    def _opaque_row(self, f: jaxprs.Found) -> Row:
+        name = jaxprs.kernel_name(f.eqn)
+        shapes = tuple(tuple(v.aval.shape) for v in f.eqn.invars[:2])
+        return Row(
+            path=self._path(f),
+            op=f.name,
+            shapes=shapes,
+            times=f.times,
+            reason=f"opaque: the inside of kernel {name} is never touched",
+            note=f.note,
+            is_opaque=True,
+        )
+
+    def _lookup_row(self, f: jaxprs.Found) -> Row | None:
+        """A row for a table of the model that is looked up; other gathers are no news."""
+        path, shape = self._path(f), f.shapes[0]
+        weight = self._table(path, shape)
+        if not weight:
+            return None
+        _, op = self._last(f, _Op)
+        op = op if op and op.name == LOOKUP else _Op("gather", [])
+        qtype = None if op.rule is None else self.rules[op.rule].weight_qtype
+        low = None if qtype is None else as_format(qtype).name
+        return Row(
+            path=path,
+            op=op.op_id or op.name,
+            shapes=(shape, f.shapes[1]),
+            rule=op.rule,
+            fwd=(low, dtype_text(f.dtypes[1])) if low else None,
+            times=f.times,
+            weight=weight,
+            weight_bytes=self.params[weight].nbytes,
+            reason="" if low else "a lookup: no rule with op_names=('take',) matches",
+            note=f.note,
+            quantized=(low is not None, False, False),
+        )
+
+    def _table(self, path: str, shape: tuple[int, ...]) -> str:
+        """The parameter of a module, or of a layer of stacked ones, with this shape."""
+        prefix = f"{path}/" if path else ""
+        for name, param in self.params.items():
+            here = name.startswith(prefix) and "/" not in name[len(prefix) :]
+            if here and len(shape) > 1 and param.shape[-len(shape) :] == shape:
+                return name
+        return ""
+
+    def _unused(self, rows: list[Row]) -> list[Row]:
+        """Large parameters that meet no contraction; the totals count the small ones."""
+        used = {row.weight for row in rows}
+        left = {k: p for k, p in self.params.items() if k not in used}
+        total = sum(p.nbytes for p in self.params.values())
+        large = {
+            k: p
+            for k, p in left.items()
+            if 100 * p.nbytes >= total and len(p.shape) > 1
+        }
+        made = []
+        for name, param in large.items():
+            path, _, short = name.rpartition("/")
+            made.append(
+                Row(
+                    path=path,
+                    op="-",
+                    shapes=(param.shape,),
+                    weight=name,
+                    weight_bytes=param.nbytes,
+                    reason=f"no contraction has {short} as an operand of its own",
+                )
+            )
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    text: str
+    quantized: bool
+    nbytes: int = 0
+
+
+def _operand(x: Any, spec: Any) -> _Operand:
+    """What an operand is multiplied as."""
+    size = math.prod(x.shape)
+    if isinstance(x, QArray):
+        tiles = "x".join(
+            str(x.scale_tile_shape[a]) for a in sorted(views.tiled_axes(x))
+        )
+        text = f"{x.format.name}/{tiles}" if tiles else x.format.name
+        return _Operand(text, True, math.ceil(size * x.format.bits / 8))
+    if spec is not None and _is_float(x):
+        return _Operand(spec_text(spec), True, math.ceil(size * spec.format.bits / 8))
+    return _Operand(dtype_text(x.dtype), False, size * dtype_bits(x.dtype) // 8)
+
+
+def _slot(x: Any, slot: Any, forward: _Operand) -> _Operand:
+    """What the backward meets of an operand of the forward."""
+    return forward if slot is REUSE else _operand(x, slot)
+
+
+def _is_float(x: Any) -> bool:
+    return not isinstance(x, QArray) and is_wide(x.dtype)
+
+
+def _texts(operands: Any) -> tuple[str, str] | None:
+    return None if operands is None else (operands[0].text, operands[1].text)
+
+
+def _any(operands: Any) -> bool:
+    return operands is not None and any(o.quantized for o in operands)
+
+
+def _flops(entry: _Contraction) -> int:
+    c, (lhs, rhs) = entry.c, entry.operands
+    if c.name == "conv_general_dilated":
+        features = rhs.shape[c.numbers.rhs_spec[0]]
+        return 2 * math.prod(entry.out.shape) * math.prod(rhs.shape) // features
+    extents = dict(zip((*c.lhs, *c.rhs), (*lhs.shape, *rhs.shape)))
+    extents.pop(getattr(c, "group", None), None)  # a row meets one group
+    return 2 * math.prod(extents.values())
