@@ -16,6 +16,7 @@ zero. The tour, from the inside out:
       DelayedFp8Provider  train it in fp8 with scales from earlier steps
       LoraProvider        fine-tune it through adapters, over quantized weights or not
     explain             what a provider does to a model, op by op, before it is run
+    prove               what the compiled program does, and in which dtypes
 
 >>> import jax.numpy as jnp, midtread as mt
 >>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
@@ -28,6 +29,8 @@ from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat
 from midtread.model.function import quantize_function as quantize_function
 from midtread.model.intercept import disable_interceptions as disable_interceptions
+from midtread.model.prove import assert_quantized as assert_quantized
+from midtread.model.prove import prove as prove
 from midtread.model.provider import QuantizationProvider as QuantizationProvider
 from midtread.model.provider import get_current_rule as get_current_rule
 from midtread.model.quantize import quantize_model as quantize_model

@@ -1,6 +1,7 @@
 """Every contraction once, with its true FLOPs; and for those left alone the reason."""
 
 import pathlib
+import re
 import time
 
 import jax
@@ -247,3 +248,18 @@ def test_671_billion_parameters_in_seconds():
     assert found.totals.weight_bytes > 1.2e12 and found.totals.flops_share == 1
     assert len(found.rows) == 58 * 5 and len(str(found).splitlines()) < 12
     assert len(jax.live_arrays()) <= live + 8
+
+
+def test_the_page_about_it(capsys):
+    """docs/explain.md: its code runs, and its table is what comes out."""
+    text = (GOLDEN.parents[1] / "docs/explain.md").read_text()
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
+            exec(compile(block, "docs/explain.md", "exec"), scope)  # noqa: S102
+    (table,) = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
+    assert str(scope["found"]) == table
+    assert (
+        "paths near it: ['layers/0/mlp/gate', 'layers/0/mlp/up"
+        in capsys.readouterr().out
+    )

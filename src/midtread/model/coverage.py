@@ -92,36 +92,36 @@ class Totals:
 
     @property
     def flops_share(self) -> float:
-        return _share(self.quantized_flops, self.flops)
+        return share(self.quantized_flops, self.flops)
 
     @property
     def weight_share(self) -> float:
-        return _share(self.quantized_weight_bytes, self.weight_bytes)
+        return share(self.quantized_weight_bytes, self.weight_bytes)
 
     def __str__(self) -> str:
         kernels = f", {_count(self.opaque, 'opaque kernel')}" if self.opaque else ""
         lines = [
             f"{_count(self.contractions, 'contraction')}, {self.left_alone} left alone{kernels}",
             (
-                f"{100 * self.flops_share:.1f}% of {_human(self.flops, 'FLOP')}, "
-                f"{100 * self.weight_share:.1f}% of {_human(self.weight_bytes, 'B')} of "
+                f"{100 * self.flops_share:.1f}% of {human(self.flops, 'FLOP')}, "
+                f"{100 * self.weight_share:.1f}% of {human(self.weight_bytes, 'B')} of "
                 "weights quantized"
             ),
         ]
         if self.backward_flops:
-            share = 100 * _share(self.quantized_backward_flops, self.backward_flops)
+            part = 100 * share(self.quantized_backward_flops, self.backward_flops)
             lines.append(
-                f"{share:.1f}% of {_human(self.backward_flops, 'FLOP')} quantized in the backward"
+                f"{part:.1f}% of {human(self.backward_flops, 'FLOP')} quantized in the backward"
             )
         if self.outside_bytes:
             lines.append(
-                f"{_human(self.outside_bytes, 'B')} of biases, norms and the like meet no "
+                f"{human(self.outside_bytes, 'B')} of biases, norms and the like meet no "
                 "contraction"
             )
         if self.stored_weight_bytes != self.weight_bytes:
             lines.append(
-                f"weights take {_human(self.stored_weight_bytes, 'B')} instead of "
-                f"{_human(self.weight_bytes, 'B')}"
+                f"weights take {human(self.stored_weight_bytes, 'B')} instead of "
+                f"{human(self.weight_bytes, 'B')}"
             )
         return "\n".join(lines)
 
@@ -177,15 +177,19 @@ class Coverage:
         lines = [list(columns)]
         for group in _groups(self.rows):
             lines.append([column(group) for column in columns.values()])
-        widths = [max(map(len, cells)) for cells in zip(*lines)]
-        numbers = [i for i, k in enumerate(columns) if k in ("times", "FLOP")]
-        pad = lambda i, s: s.rjust(widths[i]) if i in numbers else s.ljust(widths[i])
-        table = [
-            "  ".join(pad(i, s) for i, s in enumerate(row)).rstrip() for row in lines
-        ]
-        return "\n".join([*table, "", str(self.totals)])
+        numbers = {i for i, k in enumerate(columns) if k in ("times", "FLOP")}
+        return "\n".join([table(lines, numbers), "", str(self.totals)])
 
     __repr__ = __str__
+
+
+def table(lines: list[list[str]], numbers: set[int]) -> str:
+    """Lines of cells in columns; those in `numbers` end where the column ends."""
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
+    pad = lambda i, s: s.rjust(widths[i]) if i in numbers else s.ljust(widths[i])
+    return "\n".join(
+        "  ".join(pad(i, s) for i, s in enumerate(row)).rstrip() for row in lines
+    )
 
 
 def _groups(rows: tuple[Row, ...]) -> list[list[Row]]:
@@ -235,7 +239,7 @@ def _weight(rows: list[Row]) -> str:
     if not rows[0].weight:
         return ""
     name = rows[0].weight.rpartition("/")[2]
-    return f"{name} {_human(sum(r.weight_bytes for r in rows), 'B')}"
+    return f"{name} {human(sum(r.weight_bytes for r in rows), 'B')}"
 
 
 # heading: what a group of rows shows under it
@@ -249,13 +253,13 @@ COLUMNS = {
     "dlhs": _pair("dlhs"),
     "drhs": _pair("drhs"),
     "runs as": lambda rows: rows[0].runs_as or "-",
-    "FLOP": lambda rows: _human(sum(r.flops for r in rows), ""),
+    "FLOP": lambda rows: human(sum(r.flops for r in rows), ""),
     "weight": _weight,
     "left alone because": _why,
 }
 
 
-def _share(part: int, whole: int) -> float:
+def share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
@@ -263,7 +267,7 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}" + ("" if n == 1 else "s")
 
 
-def _human(n: float, unit: str) -> str:
+def human(n: float, unit: str) -> str:
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if n >= 10**power:
             digits = n / 10**power

@@ -11,6 +11,7 @@ that objects cannot be told apart by identity: its path is an attribute of a cla
 own, made by `adopt`, which survives split and merge because the class does.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -267,10 +268,18 @@ def _nnx_method(original: Callable, name: str) -> Callable:
             out = intercept.offer("module", self, run, args, kwargs)
             if out is not NotImplemented:
                 return out
-        with intercept.entered(self):
+        with _named(self), intercept.entered(self):
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
+    """The module's name in the names of JAX's equations, as Linen gives it: profiles and
+    `mt.prove` show it."""
+    outer = intercept.current_path()
+    name = path_of(module).removeprefix(outer).strip("/")
+    return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:

@@ -144,6 +144,11 @@ def current_module() -> Any:
     return _thread.modules[-1]
 
 
+def current_path() -> str:
+    """The path of the innermost module, '' if there is none."""
+    return path_of(_thread.modules[-1]) if _thread.modules else ""
+
+
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Nothing is intercepted inside, on this thread."""

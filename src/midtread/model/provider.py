@@ -214,8 +214,12 @@ class QuantizationProvider:
                         i for i, r in enumerate(self._rules) if r.matches(path, op)
                     )
                     return f"rule {first} comes first wherever it would match"
-        near = difflib.get_close_matches(rule.module_path, list(self._paths), 3, 0.3)
-        return f"paths near it: {near or list(self._paths)[:3]}"
+        kinds: dict[str, str] = {}  # of layers with a number the first
+        for path in self._paths:
+            kinds.setdefault(re.sub(r"(?<![^/])\d+(?![^/])", "#", path), path)
+        paths = list(kinds.values())
+        near = difflib.get_close_matches(rule.module_path, paths, 3, 0.3)
+        return f"paths near it: {near or paths[:3]}"
 
     def fresh(self) -> "QuantizationProvider":
         """A copy with the same rules that has seen no model, and reports none unused."""
