@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from midtread.numerics import formats, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, measure
 from midtread.numerics.dtypes import is_wide, wide_dtype
-from midtread.numerics.scales import compute_scales
+from midtread.numerics.scales import Scales, compute_scales
 from midtread.numerics.spec import Spec
 
 _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
@@ -247,24 +247,26 @@ def quantize_to_range(
 ) -> QArray:
     """Quantize with a range found earlier: static, delayed, or `calibrate`'s."""
     _check_input(x)
-    if (
-        spec.method == "delayed" and spec.calibration.args
-    ):  # headroom for what is to come
-        margin = 2.0 ** spec.calibration.args[0]
-        range_ = {k: v * jnp.asarray(margin, v.dtype) for k, v in range_.items()}
-    scales = compute_scales(range_, spec.format, spec.scale_rule)
+    scales = scales_of(range_, spec)
     padded = _whole_tiles(x.shape, spec, scales.scale.shape)
     logical = None
     if padded != x.shape:
         logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
     noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
-    scale = _settled(scales.scale.astype(x.dtype))
+    scale = settled(scales.scale.astype(x.dtype))
     qvalue = _codes(views.pad_to(x, padded), scale, scales.zero_point, spec, noise)
     q = QArray(qvalue, scale, scales.zero_point, spec.format.qtype, logical=logical)
     return _store_scale(q, spec, scales.global_scale)
 
 
-def _settled(scale: jax.Array) -> jax.Array:
+def scales_of(range_: Range, spec: Spec) -> Scales:
+    if spec.method == "delayed" and spec.calibration.args:
+        margin = 2.0 ** spec.calibration.args[0]  # headroom for what is to come
+        range_ = {k: v * jnp.asarray(margin, v.dtype) for k, v in range_.items()}
+    return compute_scales(range_, spec.format, spec.scale_rule)
+
+
+def settled(scale: jax.Array) -> jax.Array:
     """A bfloat16 scale really rounded: left to itself XLA may go on with the float32."""
     if scale.dtype != jnp.bfloat16:
         return scale

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from midtread.kernels import xla
+from midtread.kernels import choose, xla
 from midtread.numerics import hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, calibrate, quantize_to_range
+from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops import witness
 from midtread.ops.contraction import Contraction
@@ -90,15 +90,19 @@ def _forward(how, c, lhs, rhs, ranges, key):
         ("lhs", "rhs"), (lhs, rhs), specs, (ranges.lhs, ranges.rhs), slots
     ):
         x = _first_order_only(x)
-        used, mask = x, None
+        used = again = x
+        mask = None
         if spec is not None and _is_float(x):
-            range_ = calibrate(x, spec) if range_ is None else range_
-            used = quantize_to_range(x, spec, range_, key, (how.site, name))
             if spec.calibration.clips and recipe.mask_clipped:
+                range_ = calibrate(x, spec) if range_ is None else range_
                 mask = jnp.packbits(is_inside(x, range_), axis=-1)
+            used, again = choose.quantize(
+                x, spec, range_, key, (how.site, name),
+                summed=_summed_axes(c, name), both=slot is REUSE,
+            )  # fmt: skip
         operands.append(used)
         dtype = x.dtype if _is_float(x) else jnp.int8
-        value = used if slot is REUSE or isinstance(x, QArray) else x
+        value = again if slot is REUSE or isinstance(x, QArray) else x
         kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
     out = contract(c, *operands, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
@@ -122,6 +126,10 @@ def _backward(how, residuals, g):
     return None, dlhs, drhs, Ranges(None, None, seen), None
 
 
+def _summed_axes(c: Contraction, side: str) -> tuple[int, ...]:
+    return tuple(a for a, label in enumerate(c.labels(side)) if label in c.summed)
+
+
 def _wants_gradient(x: _Residual) -> bool:
     return is_wide(x.like.dtype)
 
@@ -143,11 +151,14 @@ def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
     if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):
         g, y = _rotate(back, gemm.hadamard, g, y, key, site)
     if g_spec is not None:
-        g, y = _fold(c, other, g, y)
-        range_ = calibrate(g, g_spec) if g_range is None else g_range
-        g = quantize_to_range(g, g_spec, range_, key, (site, "g", side))
+        factor, y = _fold(c, other, g, y)
+        summed = _summed_axes(back, side)
+        g, _ = choose.quantize(
+            g, g_spec, g_range, key, (site, "g", side), summed=summed, factor=factor
+        )
     if y_spec is not None and _is_float(y):
-        y = quantize_to_range(y, y_spec, calibrate(y, y_spec), key, (site, other, side))
+        summed = _summed_axes(back, other)
+        y, _ = choose.quantize(y, y_spec, None, key, (site, other, side), summed=summed)
     pair = (g, y) if side == "lhs" else (y, g)
     return _finish(contract(back, *pair, gemm.accumulate), mine)
 
@@ -161,16 +172,16 @@ def _explicit_sharding(x: Operand):
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
     """(g . s) @ codes == g @ (s . codes): frees the codes of a scale that the backward sums
-    over. 2-D blocks cannot be. One scale for all elements need not be, and then a window
-    given for g is one of g itself."""
+    over; returns what g is to be multiplied by, or None, and the codes. 2-D blocks cannot
+    be. One scale for all elements need not be, and then a window given for g is one of g
+    itself."""
     if not isinstance(y, QArray) or y.scale.size == 1:
-        return g, y
+        return None, y
     movable = varies_only_where_kept(c, y, side) and not views.tiled_axes(y)
     if not movable or not is_code(y) or y.logical is not None:
-        return g, y
-    folded = g * c.align(y.scale, side).astype(g.dtype)
+        return None, y
     ones = jnp.ones((1,) * y.ndim, y.scale.dtype)
-    return folded, y.replace(scale=ones)
+    return c.align(y.scale, side).astype(g.dtype), y.replace(scale=ones)
 
 
 def _rotate(back: Contraction, size: int, g, y, key, site):

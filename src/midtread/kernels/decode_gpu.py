@@ -1,0 +1,266 @@
+"""Few rows against a stored weight on a GPU: read the codes once, decode in registers.
+
+    out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 256, Triton
+
+A decoder reads every weight for a few rows, so time is bytes over bandwidth: int8 should
+take half of bfloat16's time and int4 a quarter. Two ways to multiply:
+
+    fma    up to a few rows: each thread decodes 16 columns and multiplies in float32;
+           nothing is exchanged between threads until the end
+    dot    more rows: a block of decoded weights goes through the tensor cores
+
+A block of the weight is [k, n] with n along the memory, as Flax stores kernels. Two 4-bit
+codes share a byte, so one block of bytes gives the even and the odd columns. The summed
+axis is split over programs until the GPU is full; XLA adds their float32 parts, in
+whatever it does next. Group scales are applied to the sum of a group, in float32.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels.pallas_compat import pl, pltriton, triton_params
+from midtread.numerics.formats import Format, dtype_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    how: str  # "fma" or "dot"
+    n: int  # bytes of a row that one program reads
+    k: int  # rows of the weight in one load
+    loads: int  # of them in flight
+    split: int  # programs that share a sum
+    warps: int = 4
+    stages: int = 1
+
+
+# --- decoding: bytes to one array of values per code in the byte ------------------------------
+
+# Four bytes in $2, the low or high nibble of each to two pairs of 16-bit floats, $0 and $1.
+_SPREAD = """
+    .reg .b32 p, a, b, one, off;
+    mov.b32 one, {one}; mov.b32 off, {off};
+    shr.u32 p, $2, {shift};
+    prmt.b32 a, p, 0, 0x4140;
+    prmt.b32 b, p, 0, 0x4342;
+    lop3.b32 a, a, 0x000f000f, {magic}, 0x6a;
+    lop3.b32 b, b, 0x000f000f, {magic}, 0x6a;
+    fma.rn.{kind} $0, a, one, off;
+    fma.rn.{kind} $1, b, one, off;
+"""  # lop3 0x6a: (a & mask) ^ magic
+# A nibble u in the low mantissa bits of 128 (bfloat16) or 1024 (float16) is 128 + u: the
+# offset is subtracted again. Signed codes flip their sign bit, which adds 8.
+_NIBBLES = {
+    ("int4", "bfloat16"): ("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308"),
+    ("uint4", "bfloat16"): ("bf16x2", "0x3f803f80", "0xc300c300", "0x43004300"),
+    ("int4", "float16"): ("f16x2", "0x3c003c00", "0xe408e408", "0x64086408"),
+    ("uint4", "float16"): ("f16x2", "0x3c003c00", "0xe400e400", "0x64006400"),
+}
+
+# The same by a table of 16 values: their low bytes in l0 .. l3, their high bytes in h0 .. h3.
+_LOOK_UP = """
+    .reg .b32 s, t, m, x, y, l, h;
+    shr.u32 s, $2, {shift};
+    and.b32 s, s, 0x0f0f0f0f;
+    shr.u32 t, s, 4;
+    or.b32 t, s, t;
+    prmt.b32 t, t, 0, 0x4420;
+    and.b32 t, t, 0x7777;
+    shl.b32 m, s, 4;
+    prmt.b32 m, m, 0, 0xba98;
+    prmt.b32 x, l0, l1, t;
+    prmt.b32 y, l2, l3, t;
+    lop3.b32 l, m, y, x, 0xca;
+    prmt.b32 x, h0, h1, t;
+    prmt.b32 y, h2, h3, t;
+    lop3.b32 h, m, y, x, 0xca;
+    prmt.b32 $0, l, h, 0x5140;
+    prmt.b32 $1, l, h, 0x7362;
+"""  # lop3 0xca: m ? y : x
+
+
+def _asm(body: str, p, dtype):
+    """`body` on every four bytes of `p`."""
+    return pltriton.elementwise_inline_asm(
+        "{" + body + "}",
+        args=[p],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(p.shape, dtype)],
+    )[0]
+
+
+def _table_asm(table, dtype, shift: int) -> str:
+    bits = np.asarray(table, np.float32).astype(dtype).view(np.uint16)
+    parts = {"l": (bits & 255).astype(np.uint8), "h": (bits >> 8).astype(np.uint8)}
+    words = {
+        f"{k}{i}": w for k, v in parts.items() for i, w in enumerate(v.view("<u4"))
+    }
+    regs = f".reg .b32 {', '.join(words)};"
+    load = "".join(f"mov.b32 {name}, 0x{word:08x};" for name, word in words.items())
+    return regs + load + _LOOK_UP.format(shift=shift)
+
+
+def _planes(p, fmt: Format, dtype, native: bool) -> tuple:
+    """Values of the codes in the bytes `p`, one array per code in a byte, exact."""
+    dtype = np.dtype(dtype)
+    if dtype_bits(fmt.dtype) == 8:
+        return (p.astype(dtype),)
+    if native:
+        narrow = dtype if dtype.itemsize == 2 else np.dtype(jnp.bfloat16)
+        codes = [_asm(_nibble_asm(fmt, narrow, shift), p, narrow) for shift in (0, 4)]
+        return tuple(v.astype(dtype) for v in codes)
+    if fmt.dtype.name == "int4":
+        planes = (p << 4) >> 4, p >> 4
+    else:
+        planes = p & 15, (p >> 4) & 15
+    if fmt.table is not None:
+        return tuple(
+            _select(v.astype(jnp.int32), fmt.table).astype(dtype) for v in planes
+        )
+    return tuple(v.astype(dtype) for v in planes)
+
+
+def _nibble_asm(fmt: Format, dtype, shift: int) -> str:
+    if fmt.table is not None:
+        return _table_asm(fmt.table, dtype, shift)
+    kind, one, off, magic = _NIBBLES[fmt.dtype.name, dtype.name]
+    return _SPREAD.format(kind=kind, one=one, off=off, magic=magic, shift=shift)
+
+
+def _select(u, table):
+    values = [jnp.float32(v) for v in table]
+    for bit in range(4):
+        odd = (u & (1 << bit)) != 0
+        values = [jnp.where(odd, b, a) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
+# --- kernels ----------------------------------------------------------------------------------
+# M rows of x, P codes in a byte, B bytes of a row of the weight, G groups.
+
+
+def _fma_body(
+    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, rows, group, native
+):
+    """x [rows, Ks], w [Ks, B], s [P, Ks / group, B] -> out [P, rows, B]; Ks: this program's."""
+    num_k, num_b = w_ref.shape[0], blocks.n
+    planes = out_ref.shape[0]
+    step = blocks.k * blocks.loads
+    per_group = (group or num_k) // blocks.k
+
+    def body(i, total):
+        at = lambda u: pl.ds(i * step + u * blocks.k, blocks.k)
+        w = [w_ref[at(u), :] for u in range(blocks.loads)]
+        x = [
+            [x_ref[r, at(u)].astype(jnp.float32)[:, None] for r in range(rows)]
+            for u in range(blocks.loads)
+        ]
+        part = None
+        for u in range(blocks.loads):
+            values = _planes(w[u], fmt, jnp.float32, native)
+            new = [[v * x[u][r] for r in range(rows)] for v in values]
+            part = new if part is None else jax.tree.map(jnp.add, part, new)
+            if group and (u + 1) % per_group == 0:
+                g = (i * step + u * blocks.k) // group
+                for p in range(planes):
+                    s = s_ref[p, g, :].astype(jnp.float32)[None, :]
+                    part[p] = [v * s for v in part[p]]
+                total, part = jax.tree.map(jnp.add, total, part), None
+        return total if part is None else jax.tree.map(jnp.add, total, part)
+
+    zero = jnp.zeros((blocks.k, num_b), jnp.float32)
+    start = [[zero] * rows for _ in range(planes)]
+    total = lax.fori_loop(0, num_k // step, body, start)
+    for p in range(planes):
+        for r in range(rows):
+            out_ref[p, r, :] = jnp.sum(total[p][r], axis=0)
+
+
+def _dot_body(
+    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, rows, group, native
+):
+    num_k, num_b = w_ref.shape[0], blocks.n
+    planes, block_m = out_ref.shape[0], out_ref.shape[1]
+    mask = None
+    if rows < block_m:
+        mask = lax.broadcasted_iota(jnp.int32, (block_m, blocks.k), 0) < rows
+
+    def body(i, total):
+        at = pl.ds(i * blocks.k, blocks.k)
+        w = w_ref[at, :]
+        x = pltriton.load(x_ref.at[:, at], mask=mask, other=None if mask is None else 0)
+        values = _planes(w, fmt, x.dtype, native)
+        out = []
+        for p in range(planes):
+            part = lax.dot_general(
+                x,
+                values[p],
+                (((1,), (0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+            if group:
+                s = s_ref[p, i * blocks.k // group, :]
+                part = part * s.astype(jnp.float32)[None, :]
+            out.append(total[p] + part)
+        return out
+
+    start = [jnp.zeros((block_m, num_b), jnp.float32)] * planes
+    total = lax.fori_loop(0, num_k // blocks.k, body, start)
+    for p in range(planes):
+        out_ref[p] = total[p]
+
+
+def weight_matmul(
+    x_MK: jax.Array,
+    bytes_KB: jax.Array,
+    scale_PGB: jax.Array | None,
+    *,
+    fmt: Format,
+    blocks: Blocks,
+    block_m: int = 16,
+    interpret: bool = False,
+) -> jax.Array:
+    """[M, N] in float32: x times the codes' values, group scales applied."""
+    m, k = x_MK.shape
+    num_b = bytes_KB.shape[1]
+    planes = 8 // dtype_bits(fmt.dtype)
+    group = None if scale_PGB is None else k // scale_PGB.shape[1]
+    split_k = k // blocks.split
+    padded = m if blocks.how == "fma" else block_m
+    body = _fma_body if blocks.how == "fma" else _dot_body
+    body = functools.partial(
+        body, fmt=fmt, blocks=blocks, rows=m, group=group, native=not interpret
+    )
+    in_specs = [
+        pl.BlockSpec((padded, split_k), lambda i, j: (0, j)),
+        pl.BlockSpec((split_k, blocks.n), lambda i, j: (j, i)),
+    ]
+    args = [x_MK, bytes_KB]
+    if group:
+        in_specs.append(
+            pl.BlockSpec((planes, split_k // group, blocks.n), lambda i, j: (0, j, i))
+        )
+        args.append(scale_PGB)
+    else:
+        unscaled = body
+        body = lambda x, w, out: unscaled(x, w, None, out)
+    out = pl.pallas_call(
+        body,
+        grid=(num_b // blocks.n, blocks.split),
+        in_specs=in_specs,
+        out_specs=pl.BlockSpec(
+            (None, planes, padded, blocks.n), lambda i, j: (j, 0, 0, i)
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            (blocks.split, planes, padded, num_b), jnp.float32
+        ),
+        compiler_params=triton_params(blocks.warps, blocks.stages),
+        interpret=interpret,
+    )(*args)
+    out = jnp.sum(out, 0) if blocks.split > 1 else out[0]
+    return out[:, :m].transpose(1, 2, 0).reshape(m, num_b * planes)

@@ -1,0 +1,329 @@
+"""NVIDIA GPUs: from a contraction of codes to a kernel call, or the reason why not.
+
+A matmul kernel knows matrices with the summed axis innermost, a contraction has labelled
+axes in any order. Here labels become matrices (a transpose, which XLA drops where a
+quantizing kernel has written the codes in that order already), and a kernel becomes a
+function like any other of JAX:
+
+    grad      the gradient of the same contraction in plain JAX
+    vmap      one kernel call after another
+    jit of a sharded model       each device runs the kernel on its part of the rows and
+              columns (custom_partitioning); a summed axis that is sharded is gathered
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from midtread.kernels import matmul_gpu, quantize_gpu, tuned
+from midtread.kernels.pallas_compat import MIXES_FLOAT8
+from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
+
+Labels = tuple[str, ...]
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Matrices(NamedTuple):
+    """Labels by what they do: kept from lhs, kept from rhs, summed."""
+
+    m: Labels
+    n: Labels
+    k: Labels
+
+
+def matrices(lhs: Labels, rhs: Labels, out: Labels) -> Matrices | None:
+    """None where an axis is shared by both operands and the result."""
+    if any(x in rhs and x in out for x in lhs):
+        return None
+    k = tuple(x for x in lhs if x in rhs)
+    m = tuple(x for x in out if x in lhs)
+    n = tuple(x for x in out if x in rhs)
+    if not k or out not in (m + n, n + m):
+        return None
+    return Matrices(m, n, k)
+
+
+def why_not_scaled(labels, lhs, rhs) -> str | None:
+    """Why the scaled matmul kernel cannot run this contraction; None if it can."""
+    found = matrices(*labels)
+    if found is None:
+        return "it has batch axes, or interleaves the axes of its operands"
+    pair = [_codes(x).dtype.name for x in (lhs, rhs)]
+    is_float8 = all(d in FLOAT8 for d in pair)
+    if pair != ["int8", "int8"] and not is_float8:
+        return f"it multiplies {pair[0]} by {pair[1]}: int8 by int8 or float8 by float8 are"
+    if pair[0] != pair[1] and not MIXES_FLOAT8:
+        return f"{pair[0]} by {pair[1]} needs jax 0.11"
+    for x in (lhs, rhs):
+        if isinstance(x, QArray) and x.zero_point is not None:
+            return "an operand has a zero point"
+    extents = _extents(labels, lhs, rhs)
+    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
+    if k % 16 or n % 8 or m % 8:
+        return f"{m}x{k}x{n}: rows and columns come in eights, sums in sixteens"
+    if min(m, n) < 128 or k < 128:
+        return f"{m}x{k}x{n} is smaller than a block"
+    return None
+
+
+def _codes(x) -> jax.Array:
+    return x.qvalue if isinstance(x, QArray) else x
+
+
+def _extents(labels, lhs, rhs) -> dict[str, int]:
+    left = dict(zip(labels[0], _codes(lhs).shape))
+    return left | dict(zip(labels[1], _codes(rhs).shape))
+
+
+def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
+    """sum_k lhs rhs, scaled, in the order of the output's labels."""
+    found = matrices(*labels)
+    left, right = (labels[0], lhs, found.m), (labels[1], rhs, found.n)
+    if labels[2] != found.m + found.n:  # the result comes out transposed: swap
+        left, right = right, left
+    operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
+    scales = [_as_vector(x, of, kept) for of, x, kept in (left, right)]
+    out = _scaled_call(out_dtype, interpret)(*operands, *scales)
+    extents = _extents(labels, lhs, rhs)
+    return out.reshape([extents[x] for x in labels[2]])
+
+
+def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
+    codes = _codes(x).transpose([labels.index(a) for a in (*kept, *summed)])
+    num_rows = math.prod(codes.shape[: len(kept)])
+    return codes.reshape(num_rows, -1)
+
+
+def _as_vector(x, labels: Labels, kept: Labels) -> jax.Array:
+    """One float32 scale per row of `_as_rows`."""
+    shape = [_codes(x).shape[labels.index(a)] for a in kept]
+    if not isinstance(x, QArray):
+        return jnp.ones((math.prod(shape),), jnp.float32)
+    scale = x.scale.astype(jnp.float32)
+    order = [a for a, label in enumerate(labels) if label not in kept]
+    scale = scale.transpose([*order, *(labels.index(a) for a in kept)])
+    scale = scale.reshape(scale.shape[len(order) :])
+    full = [(m, n // m) for m, n in zip(scale.shape, shape)]
+    scale = scale.reshape([part for m, _ in full for part in (m, 1)])
+    scale = jnp.broadcast_to(scale, [part for pair in full for part in pair])
+    return scale.reshape(-1)
+
+
+# --- quantizing -------------------------------------------------------------------------------
+
+
+class Sides(NamedTuple):
+    """An array as [rows, columns], and which of the two a matmul sums over."""
+
+    rows: int
+    columns: int
+    num_leading: int
+    sums_columns: bool
+
+
+def _sides(shape, summed: tuple[int, ...]) -> Sides | None:
+    ndim, num = len(shape), len(summed)
+    if not 0 < num < ndim:
+        return None
+    if summed == tuple(range(ndim - num, ndim)):
+        first, sums_columns = ndim - num, True
+    elif summed == tuple(range(num)):
+        first, sums_columns = num, False
+    else:
+        return None
+    return Sides(
+        math.prod(shape[:first]), math.prod(shape[first:]), first, sums_columns
+    )
+
+
+def _varies(extents, shape, sides: Sides) -> str | None:
+    """'rows', 'columns' or 'nothing': what a scale of these extents is one for each of."""
+    lead = range(sides.num_leading)
+    trail = range(sides.num_leading, len(shape))
+    if all(n == 1 for n in extents):
+        return "nothing"
+    for name, own, other in (("rows", lead, trail), ("columns", trail, lead)):
+        if all(extents[a] == shape[a] for a in own) and all(
+            extents[a] == 1 for a in other
+        ):
+            return name
+    return None
+
+
+def why_not_quantize(x, spec, summed, factor) -> str | None:
+    if spec.format.dtype.name not in ("int8", *FLOAT8) or spec.format.scale is not None:
+        return f"{spec.format.name} has no kernel: int8, e4m3 and e5m2 have"
+    if x.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"{x.dtype} has no kernel"
+    if spec.tiled_axes or spec.rounding != "nearest" or spec.scale_rule is not None:
+        return "tiles, noise and special scales have no kernel"
+    if spec.calibration.is_asymmetric or spec.scale_dtype is not None:
+        return "zero points and scale dtypes have no kernel"
+    sides = _sides(x.shape, summed)
+    if sides is None:
+        return "its summed axes are neither its first nor its last"
+    if sides.rows % quantize_gpu.BLOCK or sides.columns % quantize_gpu.BLOCK:
+        return (
+            f"{sides.rows}x{sides.columns} is not whole blocks of {quantize_gpu.BLOCK}"
+        )
+    _, counts = spec.layout(x.shape)
+    per = _varies(counts, x.shape, sides)
+    if per is None:
+        return "its scale varies along axes of both kinds"
+    if factor is not None and _varies(factor.shape, x.shape, sides) is None:
+        return "its factor varies along axes of both kinds"
+    return None
+
+
+def quantize(
+    x, spec, range_, *, summed, both, factor, interpret
+) -> tuple[QArray, QArray]:
+    sides = _sides(x.shape, summed)
+    matrix = x.reshape(sides.rows, sides.columns)
+    _, counts = spec.layout(x.shape)
+    per = _varies(counts, x.shape, sides)
+    along = (
+        None
+        if factor is None
+        else (_varies(factor.shape, x.shape, sides), factor.reshape(-1))
+    )
+    forward, backward = (
+        ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
+    )
+    copies = (forward, backward) if both else (forward,)
+    is_absmax = spec.method == "absmax" and not spec.calibration.args and range_ is None
+    fits = sides.columns * x.dtype.itemsize <= quantize_gpu.MAX_ROW
+    if per == "rows" and is_absmax and fits:
+        codes, scale = quantize_gpu.rows(
+            matrix, spec.format, factor=along, interpret=interpret
+        )
+        found = {"plain": codes, "transposed": codes}
+        scale = scale.reshape(counts)
+    else:
+        if range_ is None:
+            range_ = calibrate(x if factor is None else x * factor, spec)
+        scale = settled(scales_of(range_, spec).scale.astype(x.dtype))
+        inverse = (per, 1 / scale.astype(jnp.float32).reshape(-1))
+        written = quantize_gpu.cast(
+            matrix, inverse, spec.format, copies, factor=along, interpret=interpret
+        )
+        found = {k: v.T if k == "transposed" else v for k, v in zip(copies, written)}
+    arrays = [
+        QArray(found[c].reshape(x.shape), scale, None, spec.format.qtype)
+        for c in copies
+    ]
+    return arrays[0], arrays[-1]
+
+
+# --- kernels as functions ---------------------------------------------------------------------
+
+
+@functools.cache
+def _scaled_call(out_dtype, interpret: bool) -> Callable:
+    def plain(a, b, sa, sb):
+        numbers = (((1,), (1,)), ((), ()))
+        wide = jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32
+        out = lax.dot_general(a, b, numbers, preferred_element_type=wide)
+        return (out.astype(jnp.float32) * sa[:, None] * sb).astype(out_dtype)
+
+    def kernel(a, b, sa, sb):
+        shape = (a.shape[0], b.shape[0], a.shape[1])
+        blocks = tuned.scaled_blocks(a.dtype, out_dtype, shape)
+        return matmul_gpu.scaled_matmul(a, b, sa, sb, out_dtype, blocks, interpret)
+
+    return as_function(kernel, plain, "m k, n k, m, n -> m n", replicated=("k",))
+
+
+def as_function(
+    kernel: Callable, plain: Callable, axes: str, replicated: tuple[str, ...] = ()
+) -> Callable:
+    """`kernel` with the gradients of `plain`, a loop under vmap, and its own sharding.
+
+    Args:
+        axes: of arguments and result, as in einops; one result.
+        replicated: names among them along which a device needs everything.
+    """
+    placed = _partitioned(kernel, axes, replicated)
+
+    @custom_vmap
+    def mapped(*args):
+        return placed(*args) if jax.device_count() > 1 else kernel(*args)
+
+    @mapped.def_vmap
+    def _(axis_size, is_batched, *args):
+        def one(batched):
+            parts = iter(batched)
+            return mapped(*(next(parts) if b else a for a, b in zip(args, is_batched)))
+
+        return lax.map(one, [a for a, b in zip(args, is_batched) if b]), True
+
+    call = jax.custom_vjp(mapped)
+
+    def forward(*args):
+        return mapped(*args), args
+
+    def backward(args, g):
+        floats = [
+            jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1 for a in args
+        ]
+
+        def of_floats(*chosen):
+            parts = iter(chosen)
+            return plain(*(next(parts) if f else a for a, f in zip(args, floats)))
+
+        chosen = [a for a, f in zip(args, floats) if f]
+        grads = iter(jax.vjp(of_floats, *chosen)[1](g))
+        return tuple(next(grads) if f else None for f in floats)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _partitioned(kernel: Callable, axes: str, replicated: tuple[str, ...]) -> Callable:
+    inputs, output = (side.split(",") for side in axes.split("->"))
+    inputs, output = [i.split() for i in inputs], output[0].split()
+
+    @custom_partitioning
+    def placed(*args):
+        return kernel(*args)
+
+    def shardings(mesh, arg_shapes):
+        held = {}
+        for names, shape in zip(inputs, arg_shapes):
+            spec = getattr(shape.sharding, "spec", ()) if shape.sharding else ()
+            for name, axis in zip(names, (*spec, *[None] * len(names))):
+                if axis is not None and name not in replicated:
+                    held.setdefault(name, axis)
+        used, kept = set(), {}
+        for name, axis in held.items():  # a mesh axis cuts one axis of the result
+            parts = set(axis) if isinstance(axis, tuple) else {axis}
+            if not parts & used:
+                kept[name] = axis
+                used |= parts
+        place = lambda names: NamedSharding(
+            mesh, PartitionSpec(*(kept.get(name) for name in names))
+        )
+        return [place(names) for names in inputs], place(output)
+
+    def infer(mesh, arg_shapes, result_shape):
+        return shardings(mesh, arg_shapes)[1]
+
+    def partition(mesh, arg_shapes, result_shape):
+        given, result = shardings(mesh, arg_shapes)
+        return mesh, kernel, result, tuple(given)
+
+    placed.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=axes,
+        need_replication_factors=replicated,
+    )
+    return placed

@@ -1,0 +1,76 @@
+"""Pallas, as our kernels write it, on every JAX from 0.10.2 to 0.12.
+
+Pallas is JAX's kernel language and its least stable corner: names move between minor
+versions. All such differences are told here, and kernels read as if there were one Pallas.
+
+    triton     pl.pallas_call(..., **triton(...))    any NVIDIA GPU; interpreted on a CPU
+    hopper     plgpu.kernel(..., **hopper(...))      Mosaic GPU: wgmma and TMA, Hopper only
+
+A kernel runs interpreted where there is no GPU: `interpret()` says so to pallas_call.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+# wgmma of e4m3 by e5m2: refused by Pallas before jax 0.11, though the hardware has it.
+MIXES_FLOAT8 = VERSION >= (0, 11)
+
+# Public from jax 0.12; None elsewhere, and Mosaic kernels are then only lowered in tests.
+InterpretGPUParams = getattr(plgpu, "InterpretGPUParams", None)
+
+__all__ = ["pl", "plgpu", "pltriton"]
+
+
+def triton_params(num_warps: int, num_stages: int):
+    return pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+def transposed(ref: Any) -> Any:
+    """[K, N] view of a [N, K] block in shared memory."""
+    if VERSION < (0, 11):
+        return plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0))
+
+
+def load_slice(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
+    """`size` elements of global memory, in registers laid out as `layout`."""
+    index = pl.ds(start, size)
+    if VERSION < (0, 11):
+        return plgpu.load(ref, (index,), layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def warpgroup_params():
+    """Layouts of registers are inferred, as in JAX's own Hopper kernels."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+@contextlib.contextmanager
+def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
+    """Lets kernels be lowered for a GPU that is not there.
+
+    with pretend_gpu(): jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
+    """
+    try:
+        device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
+    except TypeError:  # before jax 0.12 a device had no platform
+        device = AbstractDevice(kind, num_cores)
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
+    with use_abstract_mesh(mesh):
+        yield
+
+
+def num_cores() -> int:
+    """Multiprocessors of the GPU that is being compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 2  # interpreted: a few

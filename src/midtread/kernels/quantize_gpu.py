@@ -1,0 +1,185 @@
+"""Fused quantizing on a GPU: absmax, scale and codes in one pass over the data, Triton.
+
+    rows(x)            one scale per row; x is read once
+    cast(x, inverse)   codes under scales known already: as they lie, transposed, or both
+                       from one read. 8-bit matmuls want the summed axis innermost, and
+                       the backward sums over another axis than the forward
+
+Either may multiply x by a factor first: the backward folds the forward's scales into g.
+The numbers are those of numerics/: absmax and product rounded to x's dtype, scale =
+absmax * (1 / bound), codes by the reciprocal. A NaN makes its scale NaN: the largest
+magnitude is found among bit patterns, where NaN lies above infinity.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels.pallas_compat import pl, pltriton, triton_params
+from midtread.numerics.formats import Format
+
+BLOCK = 64  # both extents of x come in multiples
+MAX_ROW = 2**15  # bytes of a row that `rows` holds at once
+
+Along = tuple[str, jax.Array]  # ("rows" | "columns" | "nothing", a vector along it)
+
+
+def _magnitude(x):
+    """|x| as an integer that orders like it."""
+    kind = jnp.int16 if np.dtype(x.dtype).itemsize == 2 else jnp.int32
+    bits = lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max
+    return bits.astype(jnp.int32)
+
+
+def _scale(largest, dtype, fmt: Format):
+    """The scale of numerics/scales.py from the largest magnitude's bits, in float32."""
+    kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
+    absmax = lax.bitcast_convert_type(largest.astype(kind), dtype).astype(jnp.float32)
+    raw = absmax * np.float32(1 / fmt.bound)
+    if np.dtype(dtype) == jnp.bfloat16:
+        raw = raw.astype(dtype).astype(jnp.float32)
+    tiny = np.sqrt(float(jnp.finfo(jnp.float32).tiny))
+    return jnp.where(raw < np.float32(tiny), jnp.float32(1), raw)
+
+
+def _codes(x, inverse, fmt: Format, native: bool):
+    units = x.astype(jnp.float32) * inverse
+    if fmt.codes is not None:
+        low, high = fmt.codes
+        units = jnp.minimum(jnp.maximum(units, float(low)), float(high))
+        return _nearest(units, native).astype(fmt.dtype)
+    largest = fmt.grid.largest
+    kept = jnp.minimum(jnp.maximum(units, -largest), largest)
+    return jnp.where(units != units, units, kept).astype(fmt.dtype)
+
+
+def _nearest(units, native: bool):
+    """The nearest integer, ties to even, NaN to 0."""
+    if not native:
+        units = jnp.round(units)
+        return jnp.where(units != units, 0.0, units).astype(jnp.int32)
+    return pltriton.elementwise_inline_asm(
+        "cvt.rni.s32.f32 $0, $1;",  # Pallas has no rounding for Triton
+        args=[units],
+        constraints="=r,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(units.shape, jnp.int32)],
+    )[0]
+
+
+def _times(x, factor):
+    return (x.astype(jnp.float32) * factor.astype(jnp.float32)).astype(x.dtype)
+
+
+# --- one scale per row ------------------------------------------------------------------------
+
+
+def _rows_body(x_ref, *refs, fmt, columns, along, native):
+    codes_ref, scale_ref = refs[-2:]
+    block = x_ref.shape
+    mask = other = None
+    if block[1] != columns:
+        mask, other = lax.broadcasted_iota(jnp.int32, block, 1) < columns, 0
+    x = pltriton.load(x_ref.at[:, :], mask=mask, other=other)
+    if along == "columns":
+        inside = None if mask is None else lax.iota(jnp.int32, block[1]) < columns
+        factor = pltriton.load(refs[0].at[:], mask=inside, other=other)
+        x = _times(x, factor[None, :])
+    elif along is not None:
+        x = _times(x, refs[0][:][:, None])
+    scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
+    codes = _codes(x, (1 / scale)[:, None], fmt, native)
+    pltriton.store(codes_ref.at[:, :], codes, mask=mask)
+    scale_ref[:] = scale.astype(scale_ref.dtype)
+
+
+def rows(
+    x: jax.Array, fmt: Format, *, factor: Along | None = None, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """([M, K] codes, [M] scales in x's dtype) of x [M, K]."""
+    m, k = x.shape
+    padded = 1 << (k - 1).bit_length()
+    specs = {
+        "rows": pl.BlockSpec((1,), lambda i: (i,)),
+        "columns": pl.BlockSpec((padded,), lambda i: (0,)),
+    }
+    along, extra = (None, []) if factor is None else (factor[0], [factor[1]])
+    out = pl.pallas_call(
+        functools.partial(
+            _rows_body, fmt=fmt, columns=k, along=along, native=not interpret
+        ),
+        grid=(m,),
+        in_specs=[
+            pl.BlockSpec((1, padded), lambda i: (i, 0)),
+            *(specs[along] for _ in extra),
+        ],
+        out_specs=[pl.BlockSpec((1, padded), lambda i: (i, 0)), specs["rows"]],
+        out_shape=[
+            jax.ShapeDtypeStruct((m, k), fmt.dtype),
+            jax.ShapeDtypeStruct((m,), x.dtype),
+        ],
+        compiler_params=triton_params(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(x, *extra)
+    return out[0], out[1]
+
+
+# --- scales known already ---------------------------------------------------------------------
+
+
+def _spread(ref, along):
+    if along == "nothing":
+        return ref[0]
+    values = ref[:]
+    return values[:, None] if along == "rows" else values[None, :]
+
+
+def _cast_body(x_ref, inverse_ref, *refs, fmt, per, along, copies, native):
+    x = x_ref[:, :]
+    if along is not None:
+        x = _times(x, _spread(refs[0], along))
+    codes = _codes(x, _spread(inverse_ref, per), fmt, native)
+    for ref, copy in zip(refs[-len(copies) :], copies):
+        ref[:, :] = codes if copy == "plain" else codes.T
+
+
+def cast(
+    x: jax.Array,
+    inverse: Along,
+    fmt: Format,
+    copies: tuple[str, ...] = ("plain",),
+    *,
+    factor: Along | None = None,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Codes of x [M, N] under 1 / scale, in float32; `copies` among plain, transposed."""
+    m, n = x.shape
+    block = (BLOCK, 2 * BLOCK if n % (2 * BLOCK) == 0 else BLOCK)
+    placed = {
+        "plain": ((m, n), block, lambda i, j: (i, j)),
+        "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
+    }
+    vectors = {
+        "rows": pl.BlockSpec(block[:1], lambda i, j: (i,)),
+        "columns": pl.BlockSpec(block[1:], lambda i, j: (j,)),
+        "nothing": pl.BlockSpec((1,), lambda i, j: (0,)),
+    }
+    per, values = inverse
+    along, extra = (None, []) if factor is None else (factor[0], [factor[1]])
+    how = {"fmt": fmt, "per": per, "along": along, "copies": copies}
+    return pl.pallas_call(
+        functools.partial(_cast_body, **how, native=not interpret),
+        grid=(m // block[0], n // block[1]),
+        in_specs=[
+            pl.BlockSpec(block, lambda i, j: (i, j)),
+            vectors[per],
+            *(vectors[along] for _ in extra),
+        ],
+        out_specs=[pl.BlockSpec(*placed[c][1:]) for c in copies],
+        out_shape=[jax.ShapeDtypeStruct(placed[c][0], fmt.dtype) for c in copies],
+        compiler_params=triton_params(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(x, values, *extra)
