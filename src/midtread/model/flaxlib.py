@@ -89,13 +89,14 @@ def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
         axes: for each axis of `value` the axis of `box` whose name it takes; None for no
             name. All, in order, if not given.
     """
+    was = getattr(unbox(box), "shape", ())
     if isinstance(box, nn.meta.AxisMetadata):
         box = box.replace_boxed(value)
         for field in ("names", "mesh_axes"):
             names = getattr(box, field, None)
             if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
                 box = dataclasses.replace(
-                    box, **{field: _names(names, value.shape, axes)}
+                    box, **{field: _names(names, value.shape, axes, was)}
                 )
         return box
     if isinstance(box, nnx.Variable):
@@ -104,12 +105,13 @@ def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
         field = "out_sharding" if "out_sharding" in metadata else "sharding_names"
         names = metadata.get(field)
         if isinstance(names, tuple | list | jax.sharding.PartitionSpec):
-            box.set_metadata(field, _names(names, value.shape, axes))
+            box.set_metadata(field, _names(names, value.shape, axes, was))
         return box
     return value
 
 
-def _names(names: Any, shape: tuple[int, ...], axes: Any) -> Any:
+def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) -> Any:
+    """Names for an array of `shape`: an axis that shrank to 1 cannot be sharded."""
     if axes is not None:
         known = dict(enumerate(names))  # may be fewer than axes
         chosen = tuple(known.get(a) for a in axes)
@@ -118,7 +120,11 @@ def _names(names: Any, shape: tuple[int, ...], axes: Any) -> Any:
             if isinstance(names, jax.sharding.PartitionSpec)
             else chosen
         )
-    kept = tuple(None if n == 1 else name for n, name in zip(shape, names))
+    before = was if axes is None else [dict(enumerate(was)).get(a) for a in axes]
+    before = (*before, *[None] * (len(shape) - len(before)))
+    kept = tuple(
+        None if n == 1 and b != 1 else name for n, b, name in zip(shape, before, names)
+    )
     return (
         jax.sharding.PartitionSpec(*kept)
         if isinstance(names, jax.sharding.PartitionSpec)

@@ -1,0 +1,109 @@
+"""Cache: keys and values of the tokens so far, in float or in few bits.
+
+A cache holds rows [B, S, heads, width] by name ("k" and "v", or MLA's "latent" and
+"k_rope"), one slot per position. In few bits every row is written with a scale, as
+`kv_quant_axis` says:
+
+    dkv              one per head of a token          scale [B, S, heads, 1]
+    heads_and_dkv    one per token, all heads alike   scale [B, S, 1, 1]
+
+Quantizing is that of `midtread.quantize`; MaxText's KVQuant stores max |x| where we store
+the scale, and turns an all-zero row into NaN. Readers multiply codes and apply scales to
+what comes out (`lm/model.py`, attend).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.lm.config import Model
+from midtread.numerics.qarray import QArray, dequantize, quantize
+
+CHANNELS = {"dkv": (0, 1, 2), "heads_and_dkv": (0, 1)}  # axes with scales of their own
+FORMATS = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["how"]
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The cache of one layer, or of several stacked along a first axis."""
+
+    rows: dict[str, Any]  # name -> array or QArray
+    how: tuple[str, str] | None = None  # format and kv_quant_axis
+
+    @property
+    def length(self) -> int:
+        return jax.tree.leaves(self.rows)[0].shape[-3]
+
+    def write(self, positions: jax.Array, **new: jax.Array) -> "Cache":
+        """With `new` [B, T, heads, width] at the slots `positions` [B, T]."""
+        batch = jnp.arange(positions.shape[0])[:, None]
+        put = lambda held, x: held.at[batch, positions].set(x.astype(held.dtype))
+        rows = {}
+        for name, held in self.rows.items():
+            x = new[name]
+            if self.how is None:
+                rows[name] = put(held, x)
+                continue
+            q = _quantize(x, self.how)
+            rows[name] = dataclasses.replace(
+                held, qvalue=put(held.qvalue, q.qvalue), scale=put(held.scale, q.scale)
+            )
+        return dataclasses.replace(self, rows=rows)
+
+
+def _quantize(x: jax.Array, how: tuple[str, str]) -> QArray:
+    fmt, axis = how
+    return quantize(
+        x.astype(jnp.float32), FORMATS[fmt], channelwise_axes=CHANNELS[axis]
+    )
+
+
+def make(
+    m: Model, batch: int, length: int, how: tuple[str, str] | None = None
+) -> dict[str, Cache]:
+    """Empty caches for every kind of layer of a model, stacked over its layers."""
+    if m.attention_type == "mla":
+        widths = {"latent": (1, m.kv_lora_rank), "k_rope": (1, m.qk_rope_head_dim)}
+    else:
+        widths = dict.fromkeys(("k", "v"), (m.num_kv_heads, m.head_dim))
+    first = m.first_num_dense_layers if m.num_experts > 1 else 0
+    counts = {"dense_layers": first, "moe_layers": m.num_decoder_layers - first}
+    if not first:
+        counts = {"layers": m.num_decoder_layers}
+
+    def rows(count):
+        out = {}
+        for name, (heads, width) in widths.items():
+            x = jnp.zeros((batch, length, heads, width), jnp.dtype(m.dtype))
+            x = x if how is None else _quantize(x, how)
+            stacked = lambda a: jnp.zeros((count, *a.shape), a.dtype)
+            out[name] = jax.tree.map(stacked, x)
+        return Cache(out, how)
+
+    return {name: rows(count) for name, count in counts.items() if count}
+
+
+def codes(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What to multiply, and the scale of it."""
+    if isinstance(x, QArray):
+        return x.qvalue.astype(dtype), x.scale
+    return x, None
+
+
+def restore(x: Any, dtype: Any) -> jax.Array:
+    return dequantize(x).astype(dtype) if isinstance(x, QArray) else x
+
+
+def nbytes(caches: Any) -> int:
+    """Bytes of the caches, at the bits their formats have."""
+    bits = lambda a: jnp.iinfo(a.dtype).bits if jnp.issubdtype(a.dtype, jnp.integer) else (
+        jnp.finfo(a.dtype).bits
+    )  # fmt: skip
+    return sum(int(np.prod(a.shape)) * bits(a) // 8 for a in jax.tree.leaves(caches))

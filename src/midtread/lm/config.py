@@ -1,0 +1,324 @@
+"""Config: every key there is, with its meaning, its default and its limits.
+
+Keys are flat (`steps=300`), and each belongs to one section, a record of its own, so that
+a model can be built from `Model(...)` by someone who has no files or data:
+
+    Config = Run + Data + Model + Training + Quantization + Decoding + Sharding
+
+The records are frozen and check themselves: a value out of range, or two keys that cannot
+go together, is a `UsageError` that names them. Reading files and command lines is
+`lm/settings.py`; this file needs the standard library alone. Names are MaxText's where it
+has the key (docs/from-maxtext.md).
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+class UsageError(ValueError):
+    """What the user wrote cannot be done: one line, and exit code 2 on the command line."""
+
+
+def key(default: Any, meaning: str, at_least=None, above=None, at_most=None) -> Any:
+    """A key: its default, what it means, and the numbers it may be."""
+    limits = {"at_least": at_least, "above": above, "at_most": at_most}
+    metadata = {
+        "meaning": meaning,
+        **{k: v for k, v in limits.items() if v is not None},
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """the run: where it is kept and what it prints"""
+
+    model_name: str = key("", "a shipped config to start from: llama3-8b, deepseek-v3 ...")
+    run_name: str = key("run", "folder of this run inside base_output_directory")
+    base_output_directory: str = key("runs", "where runs are kept")
+    overwrite: bool = key(False, "start over in a folder that holds another run")
+    seed: int = key(0, "of weights, data order and stochastic rounding", at_least=0)
+    enable_tensorboard: bool = key(False, "also write TensorBoard event files")
+
+
+DATASETS = Literal["corpus", "synthetic", "text", "jsonl", "parquet", "hf", "tfds"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """the data"""
+
+    dataset_type: DATASETS = key(
+        "corpus",
+        "corpus: the source code of Python's standard library; synthetic: one random "
+        "batch, repeated; text, jsonl, parquet: files; hf, tfds: those libraries",
+    )
+    dataset_path: str = key("", "file, folder or glob (files), folder or name (hf, tfds)")
+    dataset_name: str = key("", "hf: its configuration; tfds: 'c4/en:3.1.0'")
+    text_field: str = key("text", "jsonl, parquet, hf, tfds: which field is the text")
+    tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = key(
+        "byte", "byte: 256 bytes and an end mark; else a file, tokenizer_path"
+    )
+    tokenizer_path: str = key("", "tokenizer.json or a sentencepiece .model")
+    packing: bool = key(
+        True, "several documents to a row, none seeing the others; else one, padded"
+    )
+    eval_fraction: float = key(
+        0.05, "share of documents that is held out", at_least=0.001, at_most=0.5
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """the model"""
+
+    vocab_size: int = key(264, "rows of the embedding", at_least=2)
+    max_target_length: int = key(128, "tokens to a row", at_least=2)
+    emb_dim: int = key(128, "width of the residual stream", at_least=1)
+    num_decoder_layers: int = key(4, "layers", at_least=1)
+    num_query_heads: int = key(4, "attention heads", at_least=1)
+    num_kv_heads: int = key(2, "heads of keys and values (GQA)", at_least=1)
+    head_dim: int = key(32, "width of a head", at_least=2)
+    mlp_dim: int = key(384, "inner width of the MLP", at_least=1)
+    rope_max_timescale: float = key(10000.0, "base of the rotary embedding", above=1)
+    normalization_layer_epsilon: float = key(1e-6, "inside RMSNorm", above=0)
+    use_qk_norm: bool = key(False, "RMSNorm of queries and keys, per head (Qwen3)")
+    logits_via_embedding: bool = key(True, "the head is the embedding, transposed")
+    attention_type: Literal["gqa", "mla"] = key("gqa", "mla: DeepSeek's latent attention")
+    q_lora_rank: int = key(0, "mla: rank of queries; 0: no bottleneck", at_least=0)
+    kv_lora_rank: int = key(64, "mla: rank of the latent that is cached", at_least=1)
+    qk_nope_head_dim: int = key(32, "mla: width of a head without position", at_least=1)
+    qk_rope_head_dim: int = key(16, "mla: width of a head with position", at_least=2)
+    v_head_dim: int = key(32, "mla: width of a value head", at_least=1)
+    num_experts: int = key(1, "routed experts; 1: a dense MLP", at_least=1)
+    num_experts_per_tok: int = key(1, "experts that see a token", at_least=1)
+    moe_mlp_dim: int = key(128, "inner width of one expert", at_least=1)
+    shared_experts: int = key(0, "experts that see every token", at_least=0)
+    first_num_dense_layers: int = key(0, "layers before the first MoE one", at_least=0)
+    routed_score_func: Literal["softmax", "sigmoid"] = key(
+        "softmax", "router's scores; sigmoid has a bias for choosing (DeepSeek-V3)"
+    )
+    routed_scaling_factor: float = key(1.0, "times the weights of experts", above=0)
+    n_routing_groups: int = key(1, "groups of experts (DeepSeek-V3: 8)", at_least=1)
+    topk_routing_group: int = key(1, "groups a token may choose from", at_least=1)
+    load_balance_loss_weight: float = key(0.01, "of the router's own loss", at_least=0)
+    mtp_num_layers: int = key(0, "heads that predict further ahead", at_least=0)
+    mtp_loss_scaling_factor: float = key(0.1, "weight of their loss", at_least=0)
+    scan_layers: bool = key(True, "one trace for all layers; weights are stacked")
+    remat_policy: Literal["none", "full", "minimal"] = key(
+        "none", "recompute in the backward: nothing, all, or all but the matmuls"
+    )
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16", "computes in this")
+    weight_dtype: Literal["float32", "bfloat16"] = key("float32", "keeps weights in this")
+
+    def __post_init__(self):
+        check_limits(self)
+        require(
+            self.num_query_heads % self.num_kv_heads == 0,
+            f"num_query_heads={self.num_query_heads} is not a multiple of "
+            f"num_kv_heads={self.num_kv_heads}.",
+        )
+        for name in ("head_dim", "qk_rope_head_dim"):
+            require(
+                getattr(self, name) % 2 == 0,
+                f"{name}={getattr(self, name)} is odd: the rotary embedding turns pairs.",
+            )
+        require(
+            self.num_experts_per_tok <= self.num_experts,
+            f"num_experts_per_tok={self.num_experts_per_tok} is more than "
+            f"num_experts={self.num_experts}.",
+        )
+        require(
+            self.first_num_dense_layers <= self.num_decoder_layers,
+            f"first_num_dense_layers={self.first_num_dense_layers} is more than "
+            f"num_decoder_layers={self.num_decoder_layers}.",
+        )
+        groups = self.n_routing_groups
+        require(
+            self.num_experts % groups == 0,
+            f"n_routing_groups={groups} does not divide num_experts={self.num_experts}.",
+        )
+        require(
+            self.topk_routing_group <= groups,
+            f"topk_routing_group={self.topk_routing_group} is more than "
+            f"n_routing_groups={groups}.",
+        )
+        open_to_a_token = self.num_experts // groups * self.topk_routing_group
+        require(
+            self.num_experts_per_tok <= open_to_a_token,
+            f"num_experts_per_tok={self.num_experts_per_tok}, but topk_routing_group="
+            f"{self.topk_routing_group} leaves {open_to_a_token} experts to choose from.",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """training"""
+
+    steps: int = key(300, "optimizer steps", at_least=1)
+    batch_size: int = key(16, "rows per step, over all devices", at_least=1)
+    gradient_accumulation_steps: int = key(1, "parts a batch is cut into", at_least=1)
+    learning_rate: float = key(3e-3, "at its peak", above=0)
+    warmup_steps_fraction: float = key(0.1, "of the steps", at_least=0, at_most=1)
+    learning_rate_final_fraction: float = key(
+        0.1, "of the peak, reached on a cosine", at_least=0, at_most=1
+    )
+    adam_b2: float = key(0.95, "AdamW", at_least=0, at_most=1)
+    adam_weight_decay: float = key(0.1, "AdamW, of matrices", at_least=0)
+    gradient_clipping_threshold: float = key(1.0, "global norm; 0: off", at_least=0)
+    z_loss_multiplier: float = key(0.0, "times log(Z)^2, keeps logits small", at_least=0)
+    eval_interval: int = key(100, "steps between evaluations; 0: at the end", at_least=0)
+    eval_steps: int = key(8, "batches of one evaluation", at_least=1)
+    target_loss: float = key(0.0, "report steps and seconds to this eval loss", at_least=0)
+    enable_checkpointing: bool = key(True, "write checkpoints, and resume from them")
+    async_checkpointing: bool = key(True, "write them while training goes on")
+    checkpoint_period: int = key(100, "steps between checkpoints", at_least=1)
+    max_num_checkpoints_to_keep: int = key(2, "the newest ones", at_least=1)
+    load_parameters_path: str = key("", "start from the weights of this run or checkpoint")
+
+
+QUANTIZATIONS = Literal[
+    "", "int4", "int8", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_full", "fp8_gpu",
+    "fp8_nanoo", "int8w", "int4w", "intmp", "nanoo_fp8", "aqt_fp8", "aqt_fp8_full",
+    "te_fp8_delayedscaling", "te_fp8_currentscaling", "te_mxfp8", "te_nvfp4",
+    "te_nvfp4_no_rht", "te_no_quant", "serve_fp8_weight",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """quantization"""
+
+    quantization: QUANTIZATIONS = key("", "what to train, quantize or serve in")
+    use_qwix_quantization: bool | None = key(
+        None, "Qwix's numerics (true) or AQT's; unset: AQT's where both have the value"
+    )
+    quant: tuple[dict, ...] = key(
+        (), "rules of your own instead of `quantization`: a list, as docs/everything.md has"
+    )
+    quant_reach: Literal["all", "maxtext"] = key(
+        "all", "maxtext: only the sites MaxText reaches; all: experts too, both gradients"
+    )
+    quantization_calibration_method: str = key("", "of weights and activations (Qwix)")
+    weight_quantization_calibration_method: str = key("", "absmax, minmax, fixed,-a,a ...")
+    act_quantization_calibration_method: str = key("", "the same, of activations")
+    bwd_quantization_calibration_method: str = key("", "the same, of gradients")
+    drhs_grad_quantization_calibration_method: str = key(
+        "", "the same, of gradients in the weights' gradient alone"
+    )
+    quantization_local_shard_count: int = key(
+        1, "ranges of a weight gradient; -1: one per device of this host; 0: float (AQT)",
+        at_least=-1,
+    )  # fmt: skip
+    constant_bound_config: str = key("", "aqt_fp8_full: six bounds, comma-separated")
+    quant_cfg_path: str = key("", "intmp: its JSON file, or the name of a shipped one")
+    replicate_quant_scale: bool = key(False, "keep rank-1 scales whole on every device")
+    weight_sparsity_n: int | None = key(None, "fp8_full: keep n of every m weights")
+    weight_sparsity_m: int | None = key(None, "fp8_full: see weight_sparsity_n")
+    weight_sparsity_start_step: int = key(50, "first step that prunes", at_least=0)
+    weight_sparsity_update_step: int = key(10, "steps a mask is kept", at_least=1)
+    quantize_router_proj: bool = key(True, "false: the router stays in float")
+    quantize_logits_proj: bool = key(False, "true: the head too")
+    quantize_mtp: bool = key(False, "true: the multi-token-prediction block too")
+    quantize_kvcache: bool = key(False, "generate: few bits in the KV cache")
+    kv_quant_axis: Literal["dkv", "heads_and_dkv"] = key(
+        "heads_and_dkv", "what shares a scale: a head of a token, or all its heads"
+    )
+    kv_quant_dtype: Literal["int8", "int4", "fp8"] = key("int8", "format of the cache")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """generating and quantizing"""
+
+    prompt: tuple[str, ...] = key(("import ",), "one or more beginnings")
+    max_new_tokens: int = key(64, "tokens to generate", at_least=1)
+    temperature: float = key(0.0, "0: always the likeliest", at_least=0)
+    top_k: int = key(0, "sample from the k likeliest; 0: all", at_least=0)
+    top_p: float = key(1.0, "sample from the likeliest p of probability", above=0, at_most=1)
+    save_quantized_params_path: str = key(
+        "", "quantize: where to; unset: beside the run, as <run_name>-<quantization>"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Run, Data, Model, Training, Quantization, Decoding):
+    """Everything."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        parts = self.gradient_accumulation_steps
+        require(
+            self.batch_size % parts == 0,
+            f"gradient_accumulation_steps={parts} does not divide "
+            f"batch_size={self.batch_size}.",
+        )
+        if self.dataset_type in ("text", "jsonl", "parquet"):
+            require(
+                self.dataset_path,
+                f"dataset_type={self.dataset_type} needs dataset_path: a file, a folder "
+                "or a glob.",
+            )
+        if self.tokenizer_type != "byte":
+            require(
+                self.tokenizer_path,
+                f"tokenizer_type={self.tokenizer_type} needs tokenizer_path.",
+            )
+        require(
+            not (self.quant and self.quantization),
+            f"quant (rules of your own) and quantization={self.quantization} are both "
+            "given: drop one.",
+        )
+        require(
+            (self.weight_sparsity_n is None) == (self.weight_sparsity_m is None),
+            "weight_sparsity_n and weight_sparsity_m go together.",
+        )
+
+
+SECTIONS = (Run, Data, Model, Training, Quantization, Decoding)
+
+
+def keys(record: type = Config) -> dict[str, dataclasses.Field]:
+    """Every key of a section, or of all, in order."""
+    return {f.name: f for part in SECTIONS if issubclass(record, part) for f in
+            dataclasses.fields(part)}  # fmt: skip
+
+
+def section(config: Any, part: type) -> Any:
+    """One section of a config, e.g. its Model."""
+    return part(**{f.name: getattr(config, f.name) for f in dataclasses.fields(part)})
+
+
+def kind(name: str) -> str:
+    """What a key takes, in words."""
+    hint = get_type_hints(Config)[name]
+    if get_origin(hint) is Literal:
+        return " | ".join(repr(v) if v == "" else str(v) for v in get_args(hint))
+    if get_origin(hint) is tuple:
+        return "list"
+    names = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
+    return " | ".join(names[t] for t in (get_args(hint) or (hint,)))
+
+
+def check_limits(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        limits = field.metadata
+        if value is None or isinstance(value, bool | str | tuple):
+            continue
+        for bound, holds, words in (
+            ("at_least", lambda v, b: v >= b, "at least"),
+            ("above", lambda v, b: v > b, "above"),
+            ("at_most", lambda v, b: v <= b, "at most"),
+        ):
+            if bound in limits:
+                require(
+                    holds(value, limits[bound]),
+                    f"{field.name}={value} is out of range: it must be {words} "
+                    f"{limits[bound]} ({limits['meaning']}).",
+                )
+
+
+def require(holds: Any, otherwise: str) -> None:
+    if not holds:
+        raise UsageError(otherwise)

@@ -1,0 +1,89 @@
+"""MoE: experts, of which every token sees a few; none is dropped.
+
+    scores = router(x)                       softmax, or sigmoid with a bias for choosing
+    choose the top k experts of each token, within its best groups
+    sort the (token, expert) pairs by expert
+    ragged_dot: each expert multiplies its own run of rows, however long
+    unsort, weigh, add up
+
+The load-balance loss is Switch's (arXiv 2101.03961, eq. 4): E sum_e f_e p_e, with f the
+share of pairs and p the mean score of expert e; 1 when all are used alike.
+
+Letters: N = B T tokens, E experts, k experts per token, D emb_dim, F moe_mlp_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.lm.config import Model
+from midtread.lm.model import Linear
+
+
+class Moe(nnx.Module):
+    def __init__(self, m: Model, rngs: nnx.Rngs):
+        E, D, F = m.num_experts, m.emb_dim, m.moe_mlp_dim
+        self.gate = Linear(m, D, E, ("embed", None), rngs)
+        dtype = jnp.dtype(m.weight_dtype)
+        # fan-in is that of one expert
+        init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,))
+        make = lambda names, *shape: nnx.Param(
+            init(rngs.params(), shape, dtype), out_sharding=names, eager_sharding=False
+        )
+        self.wi_0 = make(("experts", "embed", "mlp"), E, D, F)
+        self.wi_1 = make(("experts", "embed", "mlp"), E, D, F)
+        self.wo = make(("experts", "mlp", "embed"), E, F, D)
+        if m.routed_score_func == "sigmoid":  # DeepSeek-V3: steers the choice alone
+            self.routed_bias = nnx.Param(jnp.zeros((E,), jnp.float32))
+        self.m = m
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D] through the experts, and the load-balance loss."""
+        m, (B, T, D) = self.m, x.shape
+        x_ND = x.reshape(B * T, D)
+        weights_Nk, chosen_Nk, balance = self.route(x_ND)
+        pairs = chosen_Nk.reshape(-1)
+        order = jnp.argsort(pairs)  # stable: rows of an expert stay in their order
+        rows = jnp.take(x_ND, order // m.num_experts_per_tok, axis=0)
+        sizes = jnp.bincount(pairs, length=m.num_experts).astype(jnp.int32)
+        dtype = jnp.dtype(m.dtype)
+        grouped = lambda a, w: jax.lax.ragged_dot(
+            a, jnp.asarray(w[...], dtype), sizes, preferred_element_type=dtype
+        )
+        hidden = jax.nn.silu(grouped(rows, self.wi_0)) * grouped(rows, self.wi_1)
+        out = grouped(hidden, self.wo)
+        out = jnp.take(out, jnp.argsort(order), axis=0).reshape(B * T, -1, D)
+        y_ND = jnp.einsum("nkd,nk->nd", out, weights_Nk.astype(out.dtype))
+        return y_ND.reshape(B, T, D), balance
+
+    def route(self, x_ND: jax.Array):
+        """Weights and numbers of the chosen experts [N, k], and the balance loss."""
+        m = self.m
+        logits = self.gate(x_ND).astype(jnp.float32)
+        score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+        scores_NE = score[m.routed_score_func](logits)
+        choice_NE = jax.lax.stop_gradient(scores_NE)
+        if m.routed_score_func == "sigmoid":
+            choice_NE += jax.lax.stop_gradient(self.routed_bias[...])
+        choice_NE = within_best_groups(m, choice_NE)
+        _, chosen_Nk = jax.lax.top_k(choice_NE, m.num_experts_per_tok)
+        weights_Nk = jnp.take_along_axis(scores_NE, chosen_Nk, axis=1)
+        weights_Nk /= jnp.sum(weights_Nk, axis=1, keepdims=True) + 1e-20
+        share_E = jnp.mean(
+            jax.nn.one_hot(chosen_Nk, m.num_experts, dtype=jnp.float32), axis=(0, 1)
+        )
+        mean_E = jnp.mean(scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True), axis=0)
+        balance = m.num_experts * jnp.sum(share_E * mean_E)
+        return weights_Nk * m.routed_scaling_factor, chosen_Nk, balance
+
+
+def within_best_groups(m: Model, choice_NE: jax.Array) -> jax.Array:
+    """Experts outside a token's best groups are out of the question; a group is as good
+    as its two best experts together (DeepSeek-V3)."""
+    if m.n_routing_groups == 1:
+        return choice_NE
+    groups = choice_NE.reshape(choice_NE.shape[0], m.n_routing_groups, -1)
+    best = jax.lax.top_k(groups, min(2, groups.shape[-1]))[0].sum(-1)
+    _, kept = jax.lax.top_k(best, m.topk_routing_group)
+    is_kept = jnp.any(jax.nn.one_hot(kept, m.n_routing_groups, dtype=bool), axis=1)
+    return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(choice_NE.shape)

@@ -1,0 +1,194 @@
+"""Settings: from a YAML file and `key=value` words to a Config, strictly.
+
+    defaults  <  the shipped config `model_name`  <  the file  <  key=value
+
+OmegaConf reads and merges (so `${run_name}` works in files), pydantic turns what was
+written into the types of `lm/config.py`. What is wrong is said in one line with the key,
+what was given, and the nearest key or the values there are.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from midtread.lm.config import SECTIONS, Config, UsageError, keys, kind, require
+
+SHIPPED = pathlib.Path(__file__).parent / "configs"
+
+
+def shipped() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(p.stem for p in SHIPPED.glob("*.yml") if p.stem != "base")
+
+
+def load(words: Sequence[str]) -> Config:
+    """`["file.yml", "steps=10"]` as a Config; the file is optional."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    files = [w for w in words if "=" not in w]
+    require(
+        len(files) <= 1,
+        f"two config files, {' and '.join(files)}: give one, then key=value.",
+    )
+    written = _overrides([w for w in words if "=" in w])
+    read = _file(files[0]) if files else {}
+    name = written.get("model_name", read.get("model_name", ""))
+    model = _file(name) if name else {}
+    try:
+        merged = OmegaConf.merge(*(OmegaConf.create(x) for x in (model, read, written)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UsageError(str(error).splitlines()[0]) from None
+    return validate(values)
+
+
+def validate(values: Mapping[str, Any]) -> Config:
+    """Values as they come out of YAML, as a Config."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = keys()
+    for name in values:
+        require(name in known, _unknown(name))
+    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    lists |= {k: (v,) for k, v in values.items() if k == "prompt" and isinstance(v, str)}
+    try:
+        return TypeAdapter(Config).validate_python({**values, **lists})
+    except ValidationError as error:
+        raise UsageError(_first(error.errors()[0], values)) from None
+
+
+def _first(error: Any, values: Mapping[str, Any]) -> str:
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, UsageError):
+        return str(cause)
+    name = error["loc"][0]
+    given, field = values[name], keys()[name]
+    takes = kind(name)
+    near = difflib.get_close_matches(str(given), takes.split(" | "), 1, 0.5)
+    hint = f" Did you mean {name}={near[0]}?" if near else ""
+    return (
+        f"{name}={given!s} is not one of its values: it takes {takes} "
+        f"({field.metadata['meaning']}).{hint}"
+    )
+
+
+def _unknown(name: str) -> str:
+    known = keys()
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    if not near:
+        return f"unknown key {name!r}. `midtread train --help` lists all of them."
+    default = known[near[0]].default
+    return (
+        f"unknown key {name!r}. Did you mean {near[0]!r} ({kind(near[0])}, "
+        f"now {default!r})?"
+    )
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    out: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        name = name.lstrip("-")
+        require(name in keys(), _unknown(name))
+        require(name not in out, f"{name} is given twice on the command line.")
+        takes = kind(name)
+        if text in ("null", "None") and "null" in takes:
+            out[name] = None
+        elif name == "prompt" and not text.startswith("["):
+            out[name] = [text]
+        elif takes == "list":
+            try:
+                out[name] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise UsageError(f"{name}={text} does not read as a list.") from None
+        else:
+            out[name] = text  # pydantic turns it into what the key takes
+    return out
+
+
+def _file(name: str) -> dict[str, Any]:
+    import yaml
+    from omegaconf import OmegaConf
+
+    path = pathlib.Path(name)
+    if not path.suffix and not path.exists():
+        near = difflib.get_close_matches(name, shipped(), 1, 0.4)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        require(
+            name in shipped(),
+            f"no shipped config is called {name!r}. {hint}There are: "
+            f"{', '.join(shipped())}.",
+        )
+        path = SHIPPED / f"{name}.yml"
+    require(path.is_file(), f"no such file: {name}.")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, OSError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise UsageError(f"{name}{line} does not read as YAML.") from None
+    require(
+        isinstance(content, dict),
+        f"{name} should hold keys and values, not a {type(content).__name__}.",
+    )
+    for key in content:
+        require(key in keys(), f"{name}: {_unknown(str(key))}")
+    return content
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def save(config: Config, path: pathlib.Path) -> None:
+    """Every key and value, as a file that `load` takes."""
+    import yaml
+
+    path.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in keys()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The keys that differ from their defaults."""
+    return {
+        k: v for k, v in _plain(config).items() if getattr(config, k) != keys()[k].default
+    }
+
+
+def manual() -> str:
+    """configs/base.yml: every key with its default and meaning."""
+    import yaml
+
+    lines = [
+        "# Every key there is, at its default. Copy what you change into a file of your",
+        "# own (`midtread train mine.yml`), or write it after the command (`steps=50`).",
+    ]
+    for part in SECTIONS:
+        lines += ["", f"# --- {part.__doc__}", ""]
+        for field in dataclasses.fields(part):
+            value = list(field.default) if isinstance(field.default, tuple) else field.default
+            text = yaml.safe_dump({field.name: value}, default_flow_style=None, width=10**6)
+            takes = kind(field.name)
+            note = f" ({takes})" if " | " in takes else ""
+            lines += [f"# {field.metadata['meaning']}{note}", text.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def help_text() -> str:
+    """Every key, its default and its meaning, for the terminal."""
+    lines = []
+    for part in SECTIONS:
+        lines += ["", f"{part.__doc__}:"]
+        for field in dataclasses.fields(part):
+            default = "null" if field.default is None else repr(field.default)
+            lines.append(f"  {field.name}={default}  ({kind(field.name)})")
+            lines.append(f"      {field.metadata['meaning']}")
+    return "\n".join(lines)
