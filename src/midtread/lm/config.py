@@ -33,7 +33,9 @@ def key(default: Any, meaning: str, at_least=None, above=None, at_most=None) -> 
 class Run:
     """the run: where it is kept and what it prints"""
 
-    model_name: str = key("", "a shipped config to start from: llama3-8b, deepseek-v3 ...")
+    model_name: str = key(
+        "", "a shipped config to start from: llama3-8b, deepseek-v3 ..."
+    )
     run_name: str = key("run", "folder of this run inside base_output_directory")
     base_output_directory: str = key("runs", "where runs are kept")
     overwrite: bool = key(False, "start over in a folder that holds another run")
@@ -48,12 +50,14 @@ DATASETS = Literal["corpus", "synthetic", "text", "jsonl", "parquet", "hf", "tfd
 class Data:
     """the data"""
 
-    dataset_type: DATASETS = key(
+    dataset_type: DATASETS = key(  # noqa: RUF009
         "corpus",
         "corpus: the source code of Python's standard library; synthetic: one random "
         "batch, repeated; text, jsonl, parquet: files; hf, tfds: those libraries",
     )
-    dataset_path: str = key("", "file, folder or glob (files), folder or name (hf, tfds)")
+    dataset_path: str = key(
+        "", "file, folder or glob (files), folder or name (hf, tfds)"
+    )
     dataset_name: str = key("", "hf: its configuration; tfds: 'c4/en:3.1.0'")
     text_field: str = key("text", "jsonl, parquet, hf, tfds: which field is the text")
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = key(
@@ -84,7 +88,9 @@ class Model:
     normalization_layer_epsilon: float = key(1e-6, "inside RMSNorm", above=0)
     use_qk_norm: bool = key(False, "RMSNorm of queries and keys, per head (Qwen3)")
     logits_via_embedding: bool = key(True, "the head is the embedding, transposed")
-    attention_type: Literal["gqa", "mla"] = key("gqa", "mla: DeepSeek's latent attention")
+    attention_type: Literal["gqa", "mla"] = key(
+        "gqa", "mla: DeepSeek's latent attention"
+    )
     q_lora_rank: int = key(0, "mla: rank of queries; 0: no bottleneck", at_least=0)
     kv_lora_rank: int = key(64, "mla: rank of the latent that is cached", at_least=1)
     qk_nope_head_dim: int = key(32, "mla: width of a head without position", at_least=1)
@@ -109,7 +115,9 @@ class Model:
         "none", "recompute in the backward: nothing, all, or all but the matmuls"
     )
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "computes in this")
-    weight_dtype: Literal["float32", "bfloat16"] = key("float32", "keeps weights in this")
+    weight_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "keeps weights in this"
+    )
 
     def __post_init__(self):
         check_limits(self)
@@ -166,15 +174,23 @@ class Training:
     adam_b2: float = key(0.95, "AdamW", at_least=0, at_most=1)
     adam_weight_decay: float = key(0.1, "AdamW, of matrices", at_least=0)
     gradient_clipping_threshold: float = key(1.0, "global norm; 0: off", at_least=0)
-    z_loss_multiplier: float = key(0.0, "times log(Z)^2, keeps logits small", at_least=0)
-    eval_interval: int = key(100, "steps between evaluations; 0: at the end", at_least=0)
+    z_loss_multiplier: float = key(
+        0.0, "times log(Z)^2, keeps logits small", at_least=0
+    )
+    eval_interval: int = key(
+        100, "steps between evaluations; 0: at the end", at_least=0
+    )
     eval_steps: int = key(8, "batches of one evaluation", at_least=1)
-    target_loss: float = key(0.0, "report steps and seconds to this eval loss", at_least=0)
+    target_loss: float = key(
+        0.0, "report steps and seconds to this eval loss", at_least=0
+    )
     enable_checkpointing: bool = key(True, "write checkpoints, and resume from them")
     async_checkpointing: bool = key(True, "write them while training goes on")
     checkpoint_period: int = key(100, "steps between checkpoints", at_least=1)
     max_num_checkpoints_to_keep: int = key(2, "the newest ones", at_least=1)
-    load_parameters_path: str = key("", "start from the weights of this run or checkpoint")
+    load_parameters_path: str = key(
+        "", "start from the weights of this run or checkpoint"
+    )
 
 
 QUANTIZATIONS = Literal[
@@ -189,18 +205,22 @@ QUANTIZATIONS = Literal[
 class Quantization:
     """quantization"""
 
-    quantization: QUANTIZATIONS = key("", "what to train, quantize or serve in")
+    quantization: QUANTIZATIONS = key("", "what to train, quantize or serve in")  # noqa: RUF009
     use_qwix_quantization: bool | None = key(
         None, "Qwix's numerics (true) or AQT's; unset: AQT's where both have the value"
     )
     quant: tuple[dict, ...] = key(
-        (), "rules of your own instead of `quantization`: a list, as docs/everything.md has"
+        (),
+        "rules of your own instead of `quantization`: a list, as docs/everything.md has",
     )
     quant_reach: Literal["all", "maxtext"] = key(
-        "all", "maxtext: only the sites MaxText reaches; all: experts too, both gradients"
+        "all",
+        "maxtext: only the sites MaxText reaches; all: experts too, both gradients",
     )
     quantization_calibration_method: str = key("", "of weights and activations (Qwix)")
-    weight_quantization_calibration_method: str = key("", "absmax, minmax, fixed,-a,a ...")
+    weight_quantization_calibration_method: str = key(
+        "", "absmax, minmax, fixed,-a,a ..."
+    )
     act_quantization_calibration_method: str = key("", "the same, of activations")
     bwd_quantization_calibration_method: str = key("", "the same, of gradients")
     drhs_grad_quantization_calibration_method: str = key(
@@ -235,7 +255,9 @@ class Decoding:
     max_new_tokens: int = key(64, "tokens to generate", at_least=1)
     temperature: float = key(0.0, "0: always the likeliest", at_least=0)
     top_k: int = key(0, "sample from the k likeliest; 0: all", at_least=0)
-    top_p: float = key(1.0, "sample from the likeliest p of probability", above=0, at_most=1)
+    top_p: float = key(
+        1.0, "sample from the likeliest p of probability", above=0, at_most=1
+    )
     save_quantized_params_path: str = key(
         "", "quantize: where to; unset: beside the run, as <run_name>-<quantization>"
     )

@@ -48,7 +48,9 @@ class Tokenizer:
 def _bytes(path: str) -> Tokenizer:
     encode = lambda text: np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
     plain = lambda ids: bytes(i for i in map(int, ids) if i < 256)
-    return Tokenizer("byte", 257, 256, encode, lambda i: plain(i).decode(errors="replace"))
+    return Tokenizer(
+        "byte", 257, 256, encode, lambda i: plain(i).decode(errors="replace")
+    )
 
 
 END_MARKS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
@@ -58,7 +60,7 @@ def _huggingface(path: str) -> Tokenizer:
     tokenizers = _need("tokenizers", "tokenizer_type=huggingface")
     try:
         held = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # a bare Exception is what the library raises
+    except Exception as error:  # noqa: BLE001  a bare Exception is what the library raises
         raise UsageError(
             f"tokenizer_path={path} is no tokenizer.json: {error}."
         ) from None
@@ -79,14 +81,16 @@ def _sentencepiece(path: str) -> Tokenizer:
     try:
         held = library.SentencePieceProcessor(model_file=path)
     except (RuntimeError, OSError):
-        raise UsageError(
-            f"tokenizer_path={path} is no sentencepiece model."
-        ) from None
+        raise UsageError(f"tokenizer_path={path} is no sentencepiece model.") from None
     decode = lambda ids: held.decode([int(i) for i in ids])
     return Tokenizer(path, held.vocab_size(), held.eos_id(), held.encode, decode)
 
 
-TOKENIZERS = {"byte": _bytes, "huggingface": _huggingface, "sentencepiece": _sentencepiece}
+TOKENIZERS = {
+    "byte": _bytes,
+    "huggingface": _huggingface,
+    "sentencepiece": _sentencepiece,
+}
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -173,7 +177,9 @@ def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
         texts.append(text)
         digest.update(text.encode("utf-8", "replace") + b"\0")
     size = sum(len(t.encode("utf-8", "replace")) for t in texts)
-    return Documents(texts, {"files": len(texts), "bytes": size, "sha256": digest.hexdigest()})
+    return Documents(
+        texts, {"files": len(texts), "bytes": size, "sha256": digest.hexdigest()}
+    )
 
 
 def _jsonl(config: Config) -> Documents:
@@ -207,7 +213,7 @@ def _hf(config: Config) -> Documents:
         held = datasets.load_dataset(
             config.dataset_path, config.dataset_name or None, split="train"
         )
-    except Exception as error:  # many kinds, all about what was asked for
+    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
         raise UsageError(
             f"dataset_type=hf, dataset_path={config.dataset_path}: "
             f"{str(error).splitlines()[0]}"
@@ -222,7 +228,7 @@ def _tfds(config: Config) -> Documents:
         held = library.data_source(
             name, split="train", data_dir=config.dataset_path or None
         )
-    except Exception as error:  # many kinds, all about what was asked for
+    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
         raise UsageError(
             f"dataset_type=tfds, dataset_name={name}: {str(error).splitlines()[0]}"
         ) from None
@@ -245,7 +251,9 @@ SOURCES = {
 class Rows:
     """Rows of one split, by number: a source for grain, or for anyone."""
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, length: int, packed: bool):
+    def __init__(
+        self, tokens: np.ndarray, starts: np.ndarray, length: int, packed: bool
+    ):
         """`tokens` of all documents, which begin at `starts`."""
         self.tokens, self.starts, self.length = tokens, starts, length
         if packed:
@@ -296,7 +304,9 @@ def splits(config: Config) -> Splits:
     codec = tokenizer(config)
     documents = SOURCES[config.dataset_type](config)
     dtype = np.uint16 if codec.size <= 2**16 else np.uint32
-    ended = [np.append(codec.encode(t), codec.end).astype(dtype) for t in documents.texts]
+    ended = [
+        np.append(codec.encode(t), codec.end).astype(dtype) for t in documents.texts
+    ]
     sizes = [len(t.encode("utf-8", "replace")) for t in documents.texts]
     train, held, held_bytes = _hold_out(ended, sizes, config.eval_fraction)
     make = lambda parts: Rows(
@@ -315,11 +325,16 @@ def splits(config: Config) -> Splits:
         )
     tokens = sum(map(len, held))
     about = {**documents.about, "tokenizer": codec.name, "rows": len(rows[0])}
-    about |= {"held_out_rows": len(rows[1]), "bytes_per_token": held_bytes / max(tokens, 1)}
+    about |= {
+        "held_out_rows": len(rows[1]),
+        "bytes_per_token": held_bytes / max(tokens, 1),
+    }
     return Splits(*rows, about)
 
 
-def _hold_out(ended: list, sizes: list[int], fraction: float) -> tuple[list, list, float]:
+def _hold_out(
+    ended: list, sizes: list[int], fraction: float
+) -> tuple[list, list, float]:
     """Every so manyth document; of a single one, the end."""
     every = round(1 / fraction)
     if len(ended) >= every:
@@ -370,6 +385,8 @@ def held_out(rows: Rows, config: Config) -> list[Batch]:
     """The same evaluation batches every time, spread over the split."""
     count = min(len(rows), config.eval_steps * config.batch_size)
     chosen = np.linspace(0, len(rows) - 1, count).astype(int)
-    parts = [chosen[i : i + config.batch_size] for i in range(0, count, config.batch_size)]
+    parts = [
+        chosen[i : i + config.batch_size] for i in range(0, count, config.batch_size)
+    ]
     whole = [p for p in parts if len(p) == config.batch_size] or parts[:1]
     return [stack([rows[i] for i in part]) for part in whole]

@@ -35,6 +35,8 @@ POLICIES = {
 
 
 STACKED = {nnx.PARTITION_NAME: "layers"}
+# A scan gives every layer its own weights; random streams run on from layer to layer.
+LAYERS = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: 0})
 
 
 class Place(NamedTuple):
@@ -129,7 +131,11 @@ class Attention(nnx.Module):
         self.out = Linear(m, H * h, D, ("heads", "embed"), rngs)
         if m.use_qk_norm:
             self.query_norm, self.key_norm = norm(m, h, rngs), norm(m, h, rngs)
-        self.shape, self.base, self.norms = (H, K, h), m.rope_max_timescale, m.use_qk_norm
+        self.shape, self.base, self.norms = (
+            (H, K, h),
+            m.rope_max_timescale,
+            m.use_qk_norm,
+        )
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, K, h), (B, T, _) = self.shape, x.shape
@@ -255,7 +261,7 @@ def stack(m: Model, sparse: bool, count: int, rngs: nnx.Rngs) -> nnx.Module:
         in_axes=0,
         transform_metadata=STACKED,
     )
-    return make(rngs.fork(split=count))
+    return make(rngs.split(count))
 
 
 class Decoder(nnx.Module):
@@ -274,7 +280,9 @@ class Decoder(nnx.Module):
             setattr(self, name, stack(m, kinds[name][0], count, rngs))
         self.decoder_norm = norm(m, m.emb_dim, rngs, "embed")
         if not m.logits_via_embedding:
-            self.logits_dense = Linear(m, m.emb_dim, m.vocab_size, ("embed", "vocab"), rngs)
+            self.logits_dense = Linear(
+                m, m.emb_dim, m.vocab_size, ("embed", "vocab"), rngs
+            )
         self.scanned, self.remat = m.scan_layers, m.remat_policy
 
     def __call__(self, x: jax.Array, place: Place, caches: dict | None):
@@ -295,7 +303,9 @@ class Decoder(nnx.Module):
     def _loop(self, layers, x, place, caches):
         balance, written = jnp.zeros(()), []
         for i, layer in enumerate(layers):
-            cache = None if caches is None else jax.tree.map(lambda a, i=i: a[i], caches)
+            cache = (
+                None if caches is None else jax.tree.map(lambda a, i=i: a[i], caches)
+            )
             x, more, cache = self._one()(layer, x, place, cache)
             balance, written = balance + more, [*written, cache]
         if caches is not None:
@@ -310,7 +320,7 @@ class Decoder(nnx.Module):
 
         scan = nnx.scan(
             body,
-            in_axes=(nnx.Carry, 0, 0, None),
+            in_axes=(nnx.Carry, LAYERS, 0, None),
             out_axes=(nnx.Carry, 0),
             transform_metadata=STACKED,
         )
@@ -351,7 +361,9 @@ class Transformer(nnx.Module):
             m.emb_dim,
             dtype=jnp.dtype(m.dtype),
             param_dtype=jnp.dtype(m.weight_dtype),
-            embedding_init=named(nnx.initializers.normal(m.emb_dim**-0.5), "vocab", "embed"),
+            embedding_init=named(
+                nnx.initializers.normal(m.emb_dim**-0.5), "vocab", "embed"
+            ),
             rngs=rngs,
         )
         self.decoder = Decoder(m, rngs)

@@ -26,7 +26,9 @@ class Moe(nnx.Module):
         self.gate = Linear(m, D, E, ("embed", None), rngs)
         dtype = jnp.dtype(m.weight_dtype)
         # fan-in is that of one expert
-        init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,))
+        init = nnx.initializers.variance_scaling(
+            1.0, "fan_in", "normal", batch_axis=(0,)
+        )
         make = lambda names, *shape: nnx.Param(
             init(rngs.params(), shape, dtype), out_sharding=names, eager_sharding=False
         )

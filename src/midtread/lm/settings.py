@@ -9,7 +9,9 @@ what was given, and the nearest key or the values there are.
 
 import dataclasses
 import difflib
+import json
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +55,9 @@ def validate(values: Mapping[str, Any]) -> Config:
     for name in values:
         require(name in known, _unknown(name))
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-    lists |= {k: (v,) for k, v in values.items() if k == "prompt" and isinstance(v, str)}
+    lists |= {
+        k: (v,) for k, v in values.items() if k == "prompt" and isinstance(v, str)
+    }
     try:
         return TypeAdapter(Config).validate_python({**values, **lists})
     except ValidationError as error:
@@ -136,6 +140,7 @@ def _file(name: str) -> dict[str, Any]:
         isinstance(content, dict),
         f"{name} should hold keys and values, not a {type(content).__name__}.",
     )
+    assert isinstance(content, dict)
     for key in content:
         require(key in keys(), f"{name}: {_unknown(str(key))}")
     return content
@@ -159,14 +164,14 @@ def _plain(config: Config) -> dict[str, Any]:
 def changed(config: Config) -> dict[str, Any]:
     """The keys that differ from their defaults."""
     return {
-        k: v for k, v in _plain(config).items() if getattr(config, k) != keys()[k].default
+        k: v
+        for k, v in _plain(config).items()
+        if getattr(config, k) != keys()[k].default
     }
 
 
 def manual() -> str:
     """configs/base.yml: every key with its default and meaning."""
-    import yaml
-
     lines = [
         "# Every key there is, at its default. Copy what you change into a file of your",
         "# own (`midtread train mine.yml`), or write it after the command (`steps=50`).",
@@ -174,11 +179,16 @@ def manual() -> str:
     for part in SECTIONS:
         lines += ["", f"# --- {part.__doc__}", ""]
         for field in dataclasses.fields(part):
-            value = list(field.default) if isinstance(field.default, tuple) else field.default
-            text = yaml.safe_dump({field.name: value}, default_flow_style=None, width=10**6)
+            value = (
+                list(field.default)
+                if isinstance(field.default, tuple)
+                else field.default
+            )
             takes = kind(field.name)
             note = f" ({takes})" if " | " in takes else ""
-            lines += [f"# {field.metadata['meaning']}{note}", text.strip()]
+            words = textwrap.wrap(f"{field.metadata['meaning']}{note}", 86)
+            lines += [f"# {line}" for line in words]
+            lines.append(f"{field.name}: {json.dumps(value)}")
     return "\n".join(lines) + "\n"
 
 

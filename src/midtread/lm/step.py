@@ -23,7 +23,7 @@ from flax import nnx
 
 from midtread.lm.config import Model, Training
 from midtread.lm.model import Transformer
-from midtread.model import flaxlib
+from midtread.numerics.sparsity import Sparsity
 from midtread.providers.delayed import (
     OverwriteWithGradient,
     accumulate_gradients,
@@ -32,14 +32,14 @@ from midtread.providers.delayed import (
 )
 
 LEARNED = (nnx.Param, OverwriteWithGradient)
-NOISE = "stochastic_rounding"
 
 
 class State(NamedTuple):
     step: jax.Array
     learned: nnx.State
-    kept: nnx.State  # statistics of static ranges, sparsity masks
+    kept: nnx.State  # statistics of static ranges
     optimizer: Any
+    masks: dict[str, jax.Array]  # of pruned weights, by path
 
 
 class Parts(NamedTuple):
@@ -57,17 +57,6 @@ class Parts(NamedTuple):
 def take_apart(model: nnx.Module) -> Parts:
     graph, learned, random, kept = nnx.split(model, LEARNED, nnx.RngState, ...)
     return Parts(graph, learned, kept, random)
-
-
-def add_noise(model: Transformer, seed: int = 0) -> None:
-    """Gives every module the random stream that stochastic rounding asks for; stacked
-    layers one each."""
-    rngs = nnx.Rngs(**{NOISE: seed})
-    flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-    for name, count in model.decoder.kinds:
-        if model.decoder.scanned:
-            stack = getattr(model.decoder, name)
-            flaxlib.set_on_all(stack, **{flaxlib.RNGS: rngs.fork(split=count)})
 
 
 def with_noise(random: nnx.State, key: jax.Array) -> nnx.State:
@@ -107,8 +96,8 @@ def loss_sums(m: Model, z_weight: float, model: Transformer, batch: dict, total)
     loss = lm_loss + z_weight * jnp.sum(log_z**2 * mask) / total
     if m.num_experts > 1:
         layers = m.num_decoder_layers - m.first_num_dense_layers + m.mtp_num_layers
-        loss += m.load_balance_loss_weight * out.balance / layers * (
-            jnp.sum(mask) / total
+        loss += (
+            m.load_balance_loss_weight * out.balance / layers * (jnp.sum(mask) / total)
         )
     targets = batch["targets"]
     for logits in out.ahead:
@@ -156,85 +145,134 @@ def optimizer(t: Training) -> optax.GradientTransformation:
 # --- step -------------------------------------------------------------------------------------
 
 
-def initial(model: Transformer, t: Training) -> tuple[State, Parts]:
-    parts = take_apart(model)
-    tx = optimizer(t)
-    state = State(
-        jnp.zeros((), jnp.int32), parts.learned, parts.kept, tx.init(parts.learned)
+class Pruning(NamedTuple):
+    """N:M sparsity of some weights; the mask is chosen anew on a schedule."""
+
+    sparsity: Sparsity
+    paths: tuple[str, ...]
+
+    def masks(self, learned: nnx.State) -> dict[str, jax.Array]:
+        flat = _by_path(learned)
+        return {path: jnp.ones(flat[path].shape, bool) for path in self.paths}
+
+    def refresh(self, masks, learned, step) -> dict[str, jax.Array]:
+        flat = _by_path(learned)
+        return {p: self.sparsity.refresh(m, flat[p], step) for p, m in masks.items()}
+
+
+def _path(path: tuple) -> str:
+    parts = [str(getattr(k, "key", "")) for k in path]
+    return "/".join(p for p in parts if p)
+
+
+def _by_path(tree: Any) -> dict[str, jax.Array]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_path(path): x for path, x in flat}
+
+
+def prune(learned: nnx.State, masks: dict[str, jax.Array]) -> nnx.State:
+    """Weights, or their gradients, zero where a mask says so."""
+    if not masks:
+        return learned
+    keep = lambda path, x: (
+        jnp.where(masks[_path(path)], x, 0) if _path(path) in masks else x
     )
-    return state, parts
+    return jax.tree_util.tree_map_with_path(keep, learned)
 
 
-def make_step(m: Model, t: Training, parts: Parts, seed: int = 0, prepare=None):
-    """`step(state, batch) -> state, metrics`, compiled; the old state is used up.
+def initial(
+    model: Transformer, t: Training, pruning: Pruning | None = None
+) -> tuple[State, Parts]:
+    parts = take_apart(model)
+    masks = pruning.masks(parts.learned) if pruning else {}
+    start, opt = jnp.zeros((), jnp.int32), optimizer(t).init(parts.learned)
+    return State(start, parts.learned, parts.kept, opt, masks), parts
 
-    Args:
-        prepare: (learned, kept, step) -> learned, kept, before the model runs: pruning.
-    """
-    tx, pieces = optimizer(t), t.gradient_accumulation_steps
 
-    def gradients(learned, kept, random, batch, total):
-        def loss_of(learned, kept, random):
-            model = Parts(parts.graph, learned, kept, random).whole()
-            losses = loss_sums(m, t.z_loss_multiplier, model, batch, total)
-            return losses[0], (losses[1], take_apart(model).kept)
+class How(NamedTuple):
+    """What a compiled step depends on besides its arguments; equal ones share it."""
 
-        (loss, (lm_loss, kept)), grads = jax.value_and_grad(loss_of, has_aux=True)(
-            learned, kept, random
-        )
-        return grads, kept, jnp.stack([loss, lm_loss])
+    m: Model
+    t: Training
+    graph: nnx.GraphDef
+    seed: int
+    pruning: Pruning | None
 
-    def step(state: State, batch: dict) -> tuple[State, dict]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        learned, kept = state.learned, state.kept
-        if prepare is not None:
-            learned, kept = prepare(learned, kept, state.step)
-        total = jnp.maximum(jnp.sum(batch["mask"]), 1).astype(jnp.float32)
-        noise = lambda i: with_noise(parts.random, jax.random.fold_in(key, i))
-        if pieces == 1:
-            grads, kept, losses = gradients(learned, kept, noise(0), batch, total)
-        else:
-            cut = lambda a: a.reshape(pieces, a.shape[0] // pieces, *a.shape[1:])
 
-            def body(carry, part):
-                grads, kept, losses = carry
-                more, kept, extra = gradients(
-                    learned, kept, noise(part["number"]), part, total
-                )
-                return (accumulate_gradients(grads, more), kept, losses + extra), None
+def make_step(
+    m: Model, t: Training, parts: Parts, seed: int = 0, pruning: Pruning | None = None
+):
+    """`step(state, batch) -> state, metrics`, compiled; the old state is used up."""
+    how = How(m, t, parts.graph, seed, pruning)
+    return lambda state, batch: _step(how, state, parts.random, batch)
 
-            zeros = jax.tree.map(jnp.zeros_like, learned)
-            cuts = {**jax.tree.map(cut, batch), "number": jnp.arange(pieces)}
-            (grads, kept, losses), _ = jax.lax.scan(
-                body, (zeros, kept, jnp.zeros(2)), cuts
-            )
-        updates, opt = tx.update(grads, state.optimizer, state.learned)
-        learned = optax.apply_updates(state.learned, updates)
-        metrics = {"loss": losses[1], "total_loss": losses[0], "grad_norm": norm(grads)}
-        metrics["learning_rate"] = schedule(t)(state.step)
-        return State(state.step + 1, learned, kept, opt), metrics
 
-    return jax.jit(step, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _step(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
+    key = jax.random.fold_in(jax.random.key(how.seed), state.step)
+    masks = state.masks
+    if how.pruning:
+        masks = how.pruning.refresh(masks, state.learned, state.step)
+    learned = prune(state.learned, masks)
+    total = jnp.maximum(jnp.sum(batch["mask"]), 1).astype(jnp.float32)
+    gradients = functools.partial(_gradients, how, random, key, learned, total)
+    if how.t.gradient_accumulation_steps == 1:
+        grads, kept, losses = gradients(state.kept, {**batch, "number": 0})
+    else:
+        zeros = jax.tree.map(jnp.zeros_like, learned)
+        grads, kept, losses = _in_parts(how, gradients, zeros, state.kept, batch)
+    grads = prune(grads, masks)
+    updates, opt = optimizer(how.t).update(grads, state.optimizer, state.learned)
+    metrics = {"loss": losses[1], "total_loss": losses[0], "grad_norm": norm(grads)}
+    metrics["learning_rate"] = schedule(how.t)(state.step)
+    learned = optax.apply_updates(state.learned, updates)
+    return State(state.step + 1, learned, kept, opt, masks), metrics
+
+
+def _gradients(how, random, key, learned, total, kept, batch):
+    def loss_of(learned):
+        noise = with_noise(random, jax.random.fold_in(key, batch["number"]))
+        model = Parts(how.graph, learned, kept, noise).whole()
+        loss, lm_loss = loss_sums(how.m, how.t.z_loss_multiplier, model, batch, total)
+        return loss, (lm_loss, take_apart(model).kept)
+
+    (loss, (lm_loss, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(learned)
+    return grads, after, jnp.stack([loss, lm_loss])
+
+
+def _in_parts(how, gradients, zeros, kept, batch):
+    """The same, of a batch in parts, one after the other."""
+
+    def body(carry, part):
+        grads, kept, losses = carry
+        more, kept, extra = gradients(kept, part)
+        return (accumulate_gradients(grads, more), kept, losses + extra), None
+
+    pieces = how.t.gradient_accumulation_steps
+    cut = lambda a: a.reshape(pieces, a.shape[0] // pieces, *a.shape[1:])
+    cuts = {**jax.tree.map(cut, batch), "number": jnp.arange(pieces)}
+    return jax.lax.scan(body, (zeros, kept, jnp.zeros(2)), cuts)[0]
 
 
 def norm(grads: Any) -> jax.Array:
     """Of the gradients of weights."""
     flat, _ = jax.tree_util.tree_flatten_with_path(grads)
-    return optax.global_norm([g for path, g in flat if not is_overwritten(path)])
+    return optax.tree.norm([g for path, g in flat if not is_overwritten(path)])
 
 
 def make_eval(parts: Parts):
     """`evaluate(learned, kept, batch) -> sum of losses, number of tokens`, compiled."""
+    return lambda *a: _evaluate(parts.graph, parts.random, *a)
 
-    def evaluate(learned, kept, batch):
-        random = with_noise(parts.random, jax.random.key(0))
-        model = Parts(parts.graph, learned, kept, random).whole()
-        out = model(batch["inputs"], batch["positions"], batch["segments"])
-        nll, _ = cross_entropy(out.logits, batch["targets"])
-        mask = batch["mask"].astype(jnp.float32)
-        return jnp.sum(nll * mask), jnp.sum(mask)
 
-    return jax.jit(evaluate)
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(graph, random, learned, kept, batch):
+    noise = with_noise(random, jax.random.key(0))
+    model = Parts(graph, learned, kept, noise).whole()
+    out = model(batch["inputs"], batch["positions"], batch["segments"])
+    nll, _ = cross_entropy(out.logits, batch["targets"])
+    mask = batch["mask"].astype(jnp.float32)
+    return jnp.sum(nll * mask), jnp.sum(mask)
 
 
 def mean_loss(evaluate, learned, kept, batches) -> float:

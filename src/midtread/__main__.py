@@ -1,0 +1,7 @@
+"""`python -m midtread`."""
+
+import sys
+
+from midtread.cli import main
+
+sys.exit(main())

@@ -1,0 +1,107 @@
+"""Build: a model as a config describes it, quantized as it says, and what that reached."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.lm import model as models
+from midtread.lm import quantization
+from midtread.lm.config import Config, Model, UsageError, section
+from midtread.lm.step import Pruning
+from midtread.model.coverage import Coverage
+from midtread.model.explain import explain
+from midtread.model.quantize import quantize_model
+from midtread.providers.qt import QtProvider
+
+
+def some_tokens(config: Config, rows: int = 1) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, config.max_target_length), jnp.int32)
+
+
+def coverage(config: Config, serve: bool = False) -> Coverage:
+    """What a config quantizes, from shapes alone."""
+    make = quantization.serving if serve else quantization.provider
+    provider = make(config) or QtProvider([])
+    model = models.abstract(section(config, Model))
+    try:
+        return explain(model, provider, some_tokens(config, config.batch_size))
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()[0]) from None
+
+
+def for_training(config: Config, model: nnx.Module) -> nnx.Module:
+    """`model` under the config's quantization; the model itself in float."""
+    provider = quantization.provider(config)
+    if provider is None:
+        return model
+    rngs = nnx.Rngs(stochastic_rounding=0) if provider.needs_rngs() else None
+    return quantize_model(model, provider, some_tokens(config), rngs=rngs, donate=True)
+
+
+def pruning(config: Config, found: Coverage) -> Pruning | None:
+    """Which weights are pruned: those that the rules quantize."""
+    sparsity = quantization.sparsity(config)
+    if sparsity is None:
+        return None
+    paths = dict.fromkeys(r.weight for r in found.rows if r.is_quantized and r.weight)
+    return Pruning(sparsity, tuple(paths))
+
+
+class Line(NamedTuple):
+    """Sites that are treated alike, for a table at start-up."""
+
+    where: str
+    sites: int
+    forward: str
+    dlhs: str
+    drhs: str
+    share: float  # of forward FLOPs
+
+
+def summary(found: Coverage) -> list[Line]:
+    """A few lines out of many: what was quantized by format, what was left alone."""
+    groups: dict[Any, list] = {}
+    pair = lambda p: " x ".join(p) if p else "-"
+    for row in found.rows:
+        if not row.flops:
+            continue
+        last = "/".join(row.path.split("/")[-2:]) if row.is_quantized else row.path
+        formats = (pair(row.fwd), pair(row.dlhs), pair(row.drhs))
+        groups.setdefault((row.is_quantized, formats), []).append((last, row))
+    lines = []
+    whole = max(found.totals.flops, 1)
+    for (quantized, formats), rows in sorted(groups.items(), key=lambda g: not g[0][0]):
+        names = list(dict.fromkeys(last for last, _ in rows))
+        where = ", ".join(names[:4]) + (
+            f" and {len(names) - 4} more" if names[4:] else ""
+        )
+        share = sum(r.flops for _, r in rows) / whole
+        forward, dlhs, drhs = formats
+        times = sum(r.times for _, r in rows)
+        lines.append(Line(where, times, forward, dlhs, drhs, share))
+    return lines
+
+
+def mode(config: Config) -> str:
+    """The route and how ranges are found, in words."""
+    if config.quant:
+        return f"{len(config.quant)} rules of your own"
+    value = quantization.value_of(config)
+    if value is None:
+        return "nothing is quantized"
+    fixed = [
+        f"{name.removesuffix('_quantization_calibration_method')} "
+        f"{getattr(config, name)}"
+        for name in quantization.CALIBRATIONS
+        if getattr(config, name)
+    ]
+    note = f" ({'; '.join(fixed)})" if fixed else ""
+    shards = config.quantization_local_shard_count
+    if shards == -1:
+        note += (
+            f"; {jax.local_device_count()} ranges per weight gradient, one per device: "
+            "numbers depend on the machine"
+        )
+    return f"{value.route} route, reach {config.quant_reach}: {value.mode}{note}"

@@ -1,0 +1,240 @@
+"""Checkpoint: what a run keeps, so that a killed one goes on as if nothing had happened.
+
+    <run>/checkpoints/<step>/params    the weights, as a tree named like the model
+                            /rest      the optimizer, histories, statistics
+                            /meta      where the data stood, checksums, seconds so far
+
+Orbax writes them, in the background, and gives a folder its name only once it is complete:
+what a kill leaves behind is not taken for a checkpoint. Every array has a checksum, made on
+the device it is on; one that does not match, or does not read, is put aside and said so,
+and the checkpoint before it is used.
+"""
+
+import logging
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.lm.config import Config, Model, UsageError, keys, require
+from midtread.lm.step import State
+
+
+def params_of(learned: nnx.State) -> dict[str, Any]:
+    """The weights alone, as nested dicts."""
+    return nnx.to_pure_dict(nnx.filter_state(learned, nnx.Param))
+
+
+def _rest(state: State) -> dict[str, Any]:
+    others = {
+        "step": state.step,
+        "learned": [v for v in _others(state.learned)],
+        "kept": jax.tree.leaves(state.kept),
+        "masks": state.masks,
+        "optimizer": jax.tree.leaves(state.optimizer),
+    }
+    flat, _ = jax.tree_util.tree_flatten_with_path(others)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in flat
+    }
+
+
+def _others(learned: nnx.State) -> list[jax.Array]:
+    return jax.tree.leaves(nnx.filter_state(learned, nnx.Not(nnx.Param)))
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """A number that changes if an element does: its bits, times their odd places."""
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    words = jax.lax.bitcast_convert_type(x, bits).reshape(-1).astype(jnp.uint32)
+    places = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * places, dtype=jnp.uint32)
+
+
+@jax.jit
+def _checksums(tree: Any) -> Any:
+    return jax.tree.map(checksum, tree)
+
+
+def sums(tree: Any) -> dict[str, int]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(_checksums(tree))
+    return {jax.tree_util.keystr(path): int(x) for path, x in flat}
+
+
+class Checkpoints:
+    """The checkpoints of a run."""
+
+    def __init__(self, folder: pathlib.Path, config: Config, say=print):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self.folder, self.say, self.ocp = folder.resolve(), say, ocp
+        self.options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.max_num_checkpoints_to_keep,
+            enable_async_checkpointing=config.async_checkpointing,
+            create=True,
+        )
+        self.manager = self._open()
+
+    def _open(self) -> Any:
+        names = ("params", "rest", "meta")
+        return self.ocp.CheckpointManager(
+            self.folder, options=self.options, item_names=names
+        )
+
+    def save(self, state: State, meta: dict[str, Any]) -> None:
+        args = self.ocp.args
+        params, rest = params_of(state.learned), _rest(state)
+        meta = {**meta, "checksums": {"params": sums(params), "rest": sums(rest)}}
+        self.manager.save(
+            int(state.step),
+            args=args.Composite(
+                params=args.StandardSave(params),
+                rest=args.StandardSave(rest),
+                meta=args.JsonSave(meta),
+            ),
+        )
+
+    def restore(self, state: State) -> tuple[State, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, in the shapes of `state`; None without."""
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            try:
+                return self._restore(state, step)
+            except Exception as error:  # noqa: BLE001  whatever a damaged file makes a library raise
+                self._set_aside(step, error)
+        return None
+
+    def _restore(self, state: State, step: int) -> tuple[State, dict[str, Any]]:
+        args = self.ocp.args
+        params, rest = params_of(state.learned), _rest(state)
+        shapes = lambda tree: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+        got = self.manager.restore(
+            step,
+            args=args.Composite(
+                params=args.StandardRestore(shapes(params)),
+                rest=args.StandardRestore(shapes(rest)),
+                meta=args.JsonRestore(),
+            ),
+        )
+        for item in ("params", "rest"):
+            wanted, found = got.meta["checksums"][item], sums(got[item])
+            wrong = [k for k, v in found.items() if wanted.get(k) != v]
+            if wrong:
+                raise ValueError(f"{item}{wrong[0]} does not match its checksum")
+        return _put_back(state, got.params, got.rest), got.meta
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        self.manager.close()
+        broken = self.folder / f"broken-{step}"
+        shutil.rmtree(broken, ignore_errors=True)
+        (self.folder / str(step)).rename(broken)
+        self.manager = self._open()
+        self.say(
+            f"checkpoint {step} is damaged ({reason}): put aside as {broken.name}, "
+            "going back to the one before"
+        )
+
+    def latest(self) -> int | None:
+        return self.manager.latest_step()
+
+    def close(self) -> None:
+        self.manager.wait_until_finished()
+        self.manager.close()
+
+
+def _put_back(state: State, params: dict, rest: dict[str, Any]) -> State:
+    learned = jax.tree.map(lambda x: x, state.learned)
+    weights, others = nnx.split_state(learned, nnx.Param, ...)
+    nnx.replace_by_pure_dict(weights, params)
+    group = lambda name, like: jax.tree.unflatten(
+        jax.tree.structure(like),
+        [rest[f"{name}.{i}"] for i in range(len(jax.tree.leaves(like)))],
+    )
+    others = group("learned", others)
+    return State(
+        rest["step"],
+        nnx.merge_state(weights, others),
+        group("kept", state.kept),
+        group("optimizer", state.optimizer),
+        {k: rest[f"masks.{k}"] for k in state.masks},
+    )
+
+
+# --- weights of another run -------------------------------------------------------------------
+
+
+def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
+    """(the folder of the weights, the config beside them) of a run or a checkpoint."""
+    root = pathlib.Path(path).resolve()
+    require(root.is_dir(), f"no such run or checkpoint: {path}.")
+    if (root / "params").is_dir():
+        return root / "params", _config_above(root, path)
+    folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    steps = sorted(
+        (int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True
+    )
+    require(steps, f"{path} holds no checkpoint.")
+    return folder / str(steps[0]) / "params", _config_above(folder, path)
+
+
+def _config_above(folder: pathlib.Path, path: str) -> pathlib.Path:
+    for place in (folder, *folder.parents[:2]):
+        if (place / "config.yml").is_file():
+            return place / "config.yml"
+    raise UsageError(f"{path} has no config.yml beside its checkpoints.")
+
+
+def config_of(path: str) -> Config:
+    """The config a checkpoint was made with."""
+    from midtread.lm import settings
+
+    return settings.load([str(locate(path)[1])])
+
+
+def require_same_model(config: Config, path: str) -> None:
+    other = config_of(path)
+    for name in keys(Model):
+        here, there = getattr(config, name), getattr(other, name)
+        free = ("max_target_length", "remat_policy", "dtype", "load_balance_loss_weight",
+                "mtp_loss_scaling_factor")  # fmt: skip
+        require(
+            here == there or name in free,
+            f"{path} is from another model: {name}={there} there, {name}={here} here.",
+        )
+
+
+def load_weights(path: str, like: nnx.State) -> nnx.State:
+    """The weights of a run or checkpoint, in the shapes of `like`."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    folder, _ = locate(path)
+    weights, others = nnx.split_state(like, nnx.Param, ...)
+    shape = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=getattr(x, "sharding", None) or _here()
+    )
+    wanted = jax.tree.map(shape, nnx.to_pure_dict(weights))
+    try:
+        got = ocp.StandardCheckpointer().restore(folder, wanted)
+    except Exception as error:  # noqa: BLE001  many kinds
+        reason = (str(error).splitlines() or ["it does not read"])[0][:200]
+        raise UsageError(f"{path}: {reason}") from None
+    weights = jax.tree.map(lambda x: x, weights)
+    nnx.replace_by_pure_dict(weights, got)
+    return nnx.merge_state(weights, others)
+
+
+def _here() -> Any:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def nbytes(folder: pathlib.Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

@@ -1,0 +1,299 @@
+"""Train: a run, from a config to a report.
+
+    <base_output_directory>/<run_name>/
+        config.yml  data.json  coverage.txt     what was asked for, and what it reached
+        metrics.jsonl                           one line per step
+        checkpoints/                            to go on from
+        sample.txt  loss.png  report.html       when it is done
+
+The same command again goes on from the newest checkpoint that is whole; metrics after it
+are dropped, so that the curve is the one an uninterrupted run would have drawn. A loss
+that is not a number, or runs away, stops the run and says what to try.
+"""
+
+import json
+import math
+import pathlib
+import shutil
+import time
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from midtread.lm import build, checkpoint, data, settings, step
+from midtread.lm import model as models
+from midtread.lm.config import (
+    Config,
+    Decoding,
+    Model,
+    Training,
+    UsageError,
+    keys,
+    require,
+    section,
+)
+from midtread.lm.generate import generate
+from midtread.report.terminal import Terminal
+
+# keys that may differ from those a run was begun with
+FREE = {
+    *keys(Decoding), "overwrite", "enable_tensorboard", "eval_interval", "eval_steps",
+    "target_loss", "async_checkpointing", "checkpoint_period",
+    "max_num_checkpoints_to_keep", "enable_checkpointing", "base_output_directory",
+    "run_name", "model_name", "remat_policy",
+}  # fmt: skip
+MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away
+
+
+class Result(NamedTuple):
+    folder: pathlib.Path
+    eval_loss: float
+    steps: int
+    sample: str
+
+
+class Diverged(UsageError):
+    """The loss is not a number, or runs away."""
+
+
+def folder_of(config: Config) -> pathlib.Path:
+    return pathlib.Path(config.base_output_directory) / config.run_name
+
+
+def prepare_folder(config: Config) -> pathlib.Path:
+    """The run's folder: new, or one that this config may go on in."""
+    folder = folder_of(config)
+    held = folder / "config.yml"
+    if config.overwrite and held.exists():
+        shutil.rmtree(folder)
+    if held.exists():
+        before = settings.load([str(held)])
+        for name in keys():
+            was, now = getattr(before, name), getattr(config, name)
+            require(
+                was == now or name in FREE,
+                f"{folder} holds a run with {name}={was}, now {name}={now}: choose "
+                "another run_name, or write overwrite=true to start over.",
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise UsageError(
+            f"{folder} is not empty and holds no run: choose another run_name."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}.") from None
+    settings.save(config, held)
+    return folder
+
+
+class Metrics:
+    """metrics.jsonl, and TensorBoard's files if asked for."""
+
+    def __init__(self, folder: pathlib.Path, first: int, tensorboard: bool):
+        self.path = folder / "metrics.jsonl"
+        lines = read(self.path) if self.path.exists() else []
+        self.lines = [x for x in lines if x["step"] < first]
+        self.path.write_text("".join(json.dumps(x) + "\n" for x in self.lines))
+        self.file = self.path.open("a")
+        self.board = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        for name, value in line.items():
+            if self.board and name != "step":
+                kind = "perf" if "second" in name else "learning"
+                self.board.add_scalar(f"{kind}/{name}", value, line["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a kill is not one."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
+    """Stops a run whose loss is lost."""
+    where = lines[-1]["step"]
+    losses = [x["loss"] for x in lines]
+    kept = (
+        f"the last good checkpoint is {last_good}" if last_good else "no checkpoint yet"
+    )
+    advice = (
+        "try a smaller learning_rate, more warmup_steps_fraction, a lower "
+        "gradient_clipping_threshold, or z_loss_multiplier=1e-4; with quantization, "
+        "quantize_router_proj=false or another calibration"
+    )
+    if not math.isfinite(losses[-1]):
+        raise Diverged(f"loss is {losses[-1]} at step {where}; {kept}; {advice}.")
+    if len(losses) < 2 * MEMORY:
+        return
+    mean = lambda part: sum(part) / len(part)
+    best = min(mean(losses[i : i + MEMORY]) for i in range(0, len(losses) - MEMORY, 5))
+    now = mean(losses[-MEMORY:])
+    if now > 1.5 * best and now > best + 1:
+        raise Diverged(
+            f"the loss runs away at step {where}: {now:.3f} over the last {MEMORY} steps, "
+            f"{best:.3f} at its best; {kept}; {advice}."
+        )
+
+
+def start_model(config: Config) -> nnx.Module:
+    model = models.create(section(config, Model), config.seed)
+    if config.load_parameters_path:
+        checkpoint.require_same_model(config, config.load_parameters_path)
+        state = nnx.state(model, nnx.Param)
+        nnx.update(model, checkpoint.load_weights(config.load_parameters_path, state))
+    return build.for_training(config, model)
+
+
+def train(config: Config, terminal: Terminal | None = None) -> Result:
+    """Runs, or goes on with, the run that `config` describes."""
+    terminal = terminal or Terminal()
+    found = build.coverage(config)  # refuses what cannot be, before anything is written
+    splits = data.splits(config)
+    codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
+    folder = prepare_folder(config)
+    (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
+    (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+    terminal.config(settings.changed(config), folder)
+    terminal.data(config.dataset_type, splits.about)
+    terminal.coverage(build.mode(config), build.summary(found), found.totals)
+    model = start_model(config)
+    terminal.say(
+        f"{models.parameters(model):,} parameters on {jax.devices()[0].device_kind}"
+    )
+    loop = Loop(config, model, splits, folder, build.pruning(config, found), terminal)
+    try:
+        eval_loss = loop.run()
+    finally:
+        loop.close()
+    sample = ""
+    if codec is not None:
+        float_model = models.create(section(config, Model), config.seed)
+        nnx.update(float_model, loop.weights())
+        sample = generate(float_model, codec, config).texts[0]
+        (folder / "sample.txt").write_text(sample)
+        terminal.sample(sample)
+    from midtread.report import run as report
+
+    page = report.of_runs([folder], folder / "report.html")
+    terminal.say(f"report: {page}")
+    return Result(folder, eval_loss, config.steps, sample)
+
+
+class Loop:
+    """The steps of a run."""
+
+    def __init__(self, config, model, splits, folder, pruning, terminal):
+        self.config, self.terminal = config, terminal
+        m, t = section(config, Model), section(config, Training)
+        self.state, parts = step.initial(model, t, pruning)
+        self.step = step.make_step(m, t, parts, config.seed, pruning)
+        self.evaluate = step.make_eval(parts)
+        self.judged_by = data.held_out(splits.held_out, config)
+        self.batches = data.batches(splits.train, config)
+        self.seconds, self.reached = 0.0, None
+        self.checkpoints = None
+        if config.enable_checkpointing:
+            self.checkpoints = checkpoint.Checkpoints(
+                folder / "checkpoints", config, terminal.say
+            )
+            self._resume()
+        first = int(self.state.step)
+        self.metrics = Metrics(folder, first, config.enable_tensorboard)
+
+    def _resume(self) -> None:
+        got = self.checkpoints.restore(self.state)
+        if got is None:
+            return
+        self.state, meta = got
+        self.seconds, self.reached = meta["seconds"], meta["reached"]
+        self.batches.set_state(_from_json(meta["data"]))
+        self.terminal.say(f"resumed at step {int(self.state.step)}")
+
+    def run(self) -> float:
+        config, first = self.config, int(self.state.step)
+        eval_loss = math.nan
+        with self.terminal.progress(first, config.steps) as show:
+            for number in range(first, config.steps):
+                started = time.perf_counter()
+                batch = next(self.batches)
+                self.state, made = self.step(self.state, batch)
+                line = {"step": number, **{k: float(v) for k, v in made.items()}}
+                took = time.perf_counter() - started
+                if number > first:  # the first step compiles
+                    self.seconds += took
+                tokens = batch["inputs"].size
+                line |= {"step_seconds": took, "tokens_per_second": tokens / took}
+                done = number + 1 == config.steps
+                due = config.eval_interval and (number + 1) % config.eval_interval == 0
+                if done or due:
+                    line["eval_loss"] = eval_loss = self._evaluate(number)
+                self.metrics.write(line)
+                check_loss(self.metrics.lines, self._last_good())
+                show(line)
+                if self.checkpoints and (
+                    done or (number + 1) % config.checkpoint_period == 0
+                ):
+                    self._save()
+        if first >= config.steps:
+            eval_loss = self._evaluate(first - 1)
+        return eval_loss
+
+    def _evaluate(self, number: int) -> float:
+        pruned = step.prune(self.state.learned, self.state.masks)
+        loss = step.mean_loss(self.evaluate, pruned, self.state.kept, self.judged_by)
+        target = self.config.target_loss
+        if target and loss <= target and self.reached is None:
+            self.reached = {"steps": number + 1, "seconds": self.seconds}
+            self.terminal.say(
+                f"target_loss={target} reached after {number + 1} steps, "
+                f"{self.seconds:.1f} s"
+            )
+        return loss
+
+    def _last_good(self) -> int | None:
+        return self.checkpoints.latest() if self.checkpoints else None
+
+    def _save(self) -> None:
+        meta = {
+            "data": _to_json(self.batches.get_state()),
+            "seconds": self.seconds,
+            "reached": self.reached,
+        }
+        self.checkpoints.save(self.state, meta)
+
+    def weights(self) -> nnx.State:
+        learned = step.prune(self.state.learned, self.state.masks)
+        return nnx.filter_state(learned, nnx.Param)
+
+    def close(self) -> None:
+        self.metrics.close()
+        if self.checkpoints:
+            self.checkpoints.close()
+
+
+def _to_json(state: Any) -> Any:
+    return state.decode() if isinstance(state, bytes) else state
+
+
+def _from_json(state: Any) -> Any:
+    return state.encode() if isinstance(state, str) else state

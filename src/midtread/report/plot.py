@@ -1,0 +1,52 @@
+"""Plot: loss curves, as a picture."""
+
+import io
+import pathlib
+from typing import Any
+
+Curves = dict[str, list[dict[str, Any]]]  # run -> lines of its metrics
+
+
+def _figure(curves: Curves) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, lines in curves.items():
+        steps = [x["step"] + 1 for x in lines]
+        (drawn,) = axes.plot(
+            steps, smooth([x["loss"] for x in lines]), label=name, lw=1.5
+        )
+        judged = [x for x in lines if "eval_loss" in x]
+        axes.plot(
+            [x["step"] + 1 for x in judged],
+            [x["eval_loss"] for x in judged],
+            "o",
+            color=drawn.get_color(),
+            ms=4,
+        )
+    axes.set(xlabel="step", ylabel="loss (nats per token); dots: held out")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def smooth(values: list[float], keep: float = 0.8) -> list[float]:
+    """A running mean that starts where the values do."""
+    out: list[float] = []
+    for value in values:
+        out.append(value if not out else keep * out[-1] + (1 - keep) * value)
+    return out
+
+
+def png(curves: Curves, path: pathlib.Path) -> pathlib.Path:
+    _figure(curves).savefig(path, dpi=120)
+    return path
+
+
+def svg(curves: Curves) -> str:
+    """The picture as text, to be put into a page."""
+    held = io.StringIO()
+    _figure(curves).savefig(held, format="svg", metadata={"Date": None})
+    text = held.getvalue()
+    return text[text.index("<svg") :]

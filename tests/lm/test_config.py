@@ -1,0 +1,112 @@
+"""Every key is typed, documented and strict; what is wrong is one line and exit code 2."""
+
+import pathlib
+
+import pytest
+
+from midtread import cli
+from midtread.lm import settings
+from midtread.lm.config import Config, Model, UsageError, keys
+
+
+def test_keys_are_few_and_documented():
+    assert len(keys()) <= 100
+    assert all(field.metadata["meaning"] for field in keys().values())
+    help_text = settings.help_text()
+    assert all(f"  {name}=" in help_text for name in keys())
+
+
+def test_the_manual_is_the_defaults():
+    """configs/base.yml lists every key at its default: `settings.manual()` writes it."""
+    path = settings.SHIPPED / "base.yml"
+    assert path.read_text() == settings.manual()
+    assert settings.load([str(path)]) == Config()
+
+
+def test_files_then_words_are_merged_and_typed(tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text("steps: 7\nrun_name: a\nbase_output_directory: out/${run_name}\n")
+    config = settings.load(
+        [str(path), "steps=9", "learning_rate=1e-4", "use_qwix_quantization=True",
+         "quantize_kvcache=true", "prompt=x: {y", "weight_sparsity_n=null"]
+    )  # fmt: skip
+    assert (config.steps, config.learning_rate) == (9, 1e-4)
+    assert config.base_output_directory == "out/a"
+    assert config.use_qwix_quantization is True and config.quantize_kvcache is True
+    assert config.prompt == ("x: {y",) and config.weight_sparsity_n is None
+
+
+def test_a_saved_config_comes_back(tmp_path):
+    config = settings.load(["tiny", "prompt=[a, b]", "quant=[{weight_qtype: int8}]"])
+    settings.save(config, tmp_path / "config.yml")
+    assert settings.load([str(tmp_path / "config.yml")]) == config
+
+
+@pytest.mark.parametrize("name", settings.shipped())
+def test_shipped_configs_load(name):
+    assert settings.load([name]) == settings.load([f"model_name={name}"]).__class__(
+        **{**vars(settings.load([f"model_name={name}"])), "model_name": ""}
+    )
+
+
+WRONG = {
+    "unknown key": (["step=3"], "Did you mean 'steps' (int, now 300)?"),
+    "nothing near": (["zzzzqqqq=3"], "--help"),
+    "not a number": (["steps=many"], "steps=many"),
+    "a near value": (["quantization=int"], "Did you mean quantization=int"),
+    "out of range": (["steps=0"], "at least 1"),
+    "no such file": (["nowhere.yml"], "no such file: nowhere.yml"),
+    "no such config": (["llama3"], "Did you mean llama3-8b?"),
+    "twice": (["steps=1", "steps=2"], "twice"),
+    "heads": (["num_query_heads=3"], "num_kv_heads=2"),
+    "experts": (["num_experts_per_tok=2"], "num_experts=1"),
+    "accumulation": (["gradient_accumulation_steps=3"], "batch_size=16"),
+    "rules and a preset": (["quant=[{weight_qtype: int8}]", "quantization=int8"], "both"),
+    "tokenizer": (["tokenizer_type=huggingface"], "tokenizer_path"),
+    "sparsity": (["weight_sparsity_n=2"], "weight_sparsity_m"),
+    "interpolation": (["run_name=${nothing}"], "nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_one_line(case, capsys):
+    words, expected = WRONG[case]
+    assert cli.main(["explain", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert expected in error
+
+
+def test_a_broken_file_is_named(tmp_path, capsys):
+    path = tmp_path / "broken.yml"
+    for text, expected in (
+        ("steps: [1", "does not read as YAML"),
+        ("stepz: 1", "'steps'"),
+        ("- 1", "keys and values"),
+    ):
+        path.write_text(text)
+        assert cli.main(["train", str(path)]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_verbs(capsys):
+    assert cli.main(["--help"]) == 0 and "explain" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    assert cli.main(["trian"]) == 2 and "'train'" in capsys.readouterr().err
+    assert cli.main(["train", "--help"]) == 0
+    assert "learning_rate=0.003" in capsys.readouterr().out
+
+
+def test_a_model_can_be_described_alone():
+    assert Model(emb_dim=64).emb_dim == 64
+    with pytest.raises(UsageError, match="head_dim=7 is odd"):
+        Model(head_dim=7)
+
+
+def test_no_key_hides(tmp_path):
+    """Every key is read somewhere outside the file that defines it."""
+    root = pathlib.Path(settings.__file__).parents[1]
+    files = [*root.glob("lm/*.py"), root / "cli.py"]
+    text = "".join(p.read_text() for p in files if p.name != "config.py")
+    for name in keys():
+        assert f".{name}" in text or f'"{name}"' in text, name

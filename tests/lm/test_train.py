@@ -1,0 +1,348 @@
+"""Runs: they learn, they can be killed, and what they write is whole."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from midtread import cli
+from midtread.lm import build, data, model, settings, step
+from midtread.lm.config import Model, Training, UsageError, section
+from midtread.lm.train import Diverged, check_loss, read, train
+
+SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
+
+
+def config(folder, *words):
+    return settings.load([*SMALL, f"base_output_directory={folder}", *words])
+
+
+def losses(folder):
+    return [line["loss"] for line in read(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 20 steps that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(config(folder, "run_name=a", "learning_rate=0.01"))
+
+
+def test_a_run_learns_and_leaves_its_files(whole):
+    curve = losses(whole.folder)
+    assert len(curve) == 20 and curve[-1] < curve[0] - 0.5
+    assert whole.eval_loss < curve[0]
+    lines = read(whole.folder / "metrics.jsonl")
+    assert [x["step"] for x in lines if "eval_loss" in x] == [9, 19]
+    about = json.loads((whole.folder / "data.json").read_text())
+    assert len(about["sha256"]) == 64 and about["bytes"] > 1e6
+    assert (whole.folder / "sample.txt").read_text().startswith("import ")
+    assert (whole.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    page = (whole.folder / "report.html").read_text()
+    assert "<svg" in page and "src=" not in page and 'href="http' not in page
+    saved = settings.load([str(whole.folder / "config.yml")])
+    assert saved.learning_rate == 0.01
+    steps = {p.name for p in (whole.folder / "checkpoints").iterdir()}
+    assert steps == {"10", "20"}
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped_at(config, number):
+    """The run, stopped as by a power cut right after a step."""
+    from midtread.report.terminal import Terminal
+
+    class Cut(Terminal):
+        def _lines(self, first, last):
+            def show(line):
+                if line["step"] == number:
+                    raise Stop
+
+            return show
+
+    with pytest.raises(Stop):
+        train(config, Cut())
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, capsys):
+    again = config(tmp_path, "run_name=a", "learning_rate=0.01")
+    stopped_at(again, 13)
+    assert len(losses(tmp_path / "a")) == 14
+    train(again)
+    assert "resumed at step 10" in capsys.readouterr().out
+    assert losses(tmp_path / "a") == losses(whole.folder)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_is_put_aside(whole, tmp_path, capsys, damage):
+    import shutil
+
+    folder = tmp_path / "a"
+    shutil.copytree(whole.folder, folder)
+    newest = folder / "checkpoints" / "20"
+    files = [p for p in newest.glob("params/**/*") if p.is_file() and p.stat().st_size]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if damage == "truncated":
+        largest.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 0xFF
+        largest.write_bytes(content)
+    train(config(tmp_path, "run_name=a", "learning_rate=0.01"))
+    said = capsys.readouterr().out
+    assert "checkpoint 20 is damaged" in said and "resumed at step 10" in said
+    assert (folder / "checkpoints" / "broken-20").is_dir()
+    assert losses(folder) == losses(whole.folder)
+
+
+def test_a_checksum_sees_one_bit():
+    from midtread.lm.checkpoint import sums
+
+    x = jax.random.normal(jax.random.key(0), (33, 5))
+    changed = np.asarray(x).copy()
+    changed.view(np.uint32)[3, 2] ^= 1
+    assert sums({"x": x}) != sums({"x": jnp.asarray(changed)})
+    assert sums({"x": x.astype(jnp.bfloat16)}) == sums({"x": x.astype(jnp.bfloat16)})
+
+
+def test_a_folder_is_not_overwritten(whole, tmp_path, capsys):
+    words = [*SMALL, f"base_output_directory={whole.folder.parent}", "run_name=a"]
+    assert cli.main(["train", *words, "learning_rate=0.5"]) == 2
+    assert "learning_rate=0.01, now learning_rate=0.5" in capsys.readouterr().err
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine.txt").write_text("mine")
+    assert (
+        cli.main(["train", *SMALL, f"base_output_directory={tmp_path}", "run_name=b"])
+        == 2
+    )
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_training_starts_from_weights(whole, tmp_path, capsys):
+    more = [f"load_parameters_path={whole.folder}", "steps=2", "learning_rate=1e-5",
+            "warmup_steps_fraction=0", "run_name=c"]  # fmt: skip
+    result = train(config(tmp_path, *more))
+    assert abs(result.eval_loss - whole.eval_loss) < 0.01
+    words = [*SMALL, f"base_output_directory={tmp_path}", *more[:1], "run_name=d"]
+    assert cli.main(["train", *words, "mlp_dim=32"]) == 2
+    assert "mlp_dim=64 there, mlp_dim=32 here" in capsys.readouterr().err
+    assert cli.main(["train", *words[:-2], "load_parameters_path=/nowhere"]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_lost_loss_stops_the_run():
+    fine = [{"step": i, "loss": 3.0} for i in range(60)]
+    check_loss(fine, 40)
+    with pytest.raises(
+        Diverged, match="nan at step 60; the last good checkpoint is 40"
+    ):
+        check_loss([*fine, {"step": 60, "loss": float("nan")}], 40)
+    away = [{"step": 60 + i, "loss": 6.0} for i in range(20)]
+    with pytest.raises(Diverged, match="runs away at step 79"):
+        check_loss([*fine, *away], 40)
+    memorised = [{"step": i, "loss": 0.01 * (1 + i % 7)} for i in range(60)]
+    check_loss(memorised, None)  # small numbers may jump
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_at_any_moment(whole, tmp_path, seed):
+    """Also while a checkpoint is being written: one is, after every second step."""
+    words = [*SMALL, f"base_output_directory={tmp_path}", "run_name=a"]
+    words += ["learning_rate=0.01", "checkpoint_period=2"]
+    command = [sys.executable, "-m", "midtread", "train", *words]
+    rng = np.random.default_rng(seed)
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path("src").resolve())}
+    kills = 0
+    for _ in range(12):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        deadline = time.time() + rng.uniform(4, 16)
+        while time.time() < deadline and process.poll() is None:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        elif process.wait() == 0:
+            break
+        process.wait()
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+    assert kills and losses(tmp_path / "a") == losses(whole.folder)
+
+
+# --- the step ---------------------------------------------------------------------------------
+
+
+def test_parts_of_a_batch_give_the_gradient_of_the_whole(tmp_path):
+    """Also with delayed scaling, whose histories take the larger of the parts."""
+    found = {}
+    for parts in (1, 2):
+        c = config(tmp_path, "quantization=fp8", "dataset_type=synthetic",
+                   f"gradient_accumulation_steps={parts}", "gradient_clipping_threshold=0")  # fmt: skip
+        m, t = section(c, Model), section(c, Training)
+        net = build.for_training(c, model.create(m))
+        state, pieces = step.initial(net, t)
+        batch = data.held_out(data.splits(c).train, c)[0]
+        state, metrics = step.make_step(m, t, pieces)(state, batch)
+        histories = [
+            x for path, x in jax.tree_util.tree_leaves_with_path(state.learned)
+            if "input_amax_history" in jax.tree_util.keystr(path)
+        ]  # fmt: skip
+        found[parts] = (metrics["loss"], metrics["grad_norm"], histories)
+    np.testing.assert_allclose(found[1][0], found[2][0], rtol=1e-6)
+    np.testing.assert_allclose(found[1][1], found[2][1], rtol=1e-2)
+    assert found[1][2]
+    for one, two in zip(found[1][2], found[2][2]):
+        np.testing.assert_allclose(one[..., 0], two[..., 0], rtol=1e-3)
+        assert (np.asarray(one[..., 0]) > 0).all()
+
+
+def test_norms_do_not_decay():
+    net = model.create(Model(num_decoder_layers=2))
+    decays = step._decays(step.take_apart(net).learned)
+    flat = jax.tree_util.tree_leaves_with_path(decays)
+    kinds = {
+        str(path[-2].key if hasattr(path[-2], "key") else path[-1]): v
+        for path, v in flat
+    }
+    assert kinds["scale"] is False and kinds["kernel"] is True
+
+
+def test_the_learning_rate_warms_up_and_ends():
+    t = Training(steps=100, learning_rate=1.0)
+    rate = step.schedule(t)
+    assert float(rate(0)) == 0 and float(rate(10)) == 1.0
+    np.testing.assert_allclose(float(rate(100)), 0.1, rtol=1e-5)
+
+
+def test_adamw_is_optax(key):
+    t = Training(steps=10, gradient_clipping_threshold=0, adam_weight_decay=0)
+    params = {"w": jax.random.normal(key, (4,))}
+    tx, ref = step.optimizer(t), optax.adam(step.schedule(t), b2=0.95)
+    ours, _ = tx.update(params, tx.init(params), params)
+    theirs, _ = ref.update(params, ref.init(params), params)
+    np.testing.assert_array_equal(ours["w"], theirs["w"])
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def test_rows_keep_documents_apart():
+    tokens = np.array([1, 2, 9, 3, 4, 5, 9, 6, 9])
+    rows = data.Rows(tokens, np.array([0, 3, 7]), 4, packed=True)
+    assert len(rows) == 2
+    first = {k: v.tolist() for k, v in rows[0].items()}
+    assert first["inputs"] == [1, 2, 9, 3] and first["targets"] == [2, 9, 3, 4]
+    assert first["segments"] == [1, 1, 1, 2] and first["positions"] == [0, 1, 2, 0]
+    assert first["mask"] == [1, 1, 0, 1]  # 9 -> 3 crosses into another document
+    padded = data.Rows(tokens, np.array([0, 3, 7]), 4, packed=False)
+    assert [r["inputs"].tolist() for r in (padded[0], padded[1])] == [
+        [1, 2, 0, 0], [3, 4, 5, 0]]  # fmt: skip
+    assert padded[0]["mask"].tolist() == [1, 1, 0, 0]
+
+
+def test_packing_changes_no_prediction():
+    """A document's logits are the same alone and behind another."""
+    net = model.create(Model(dtype="float32", num_decoder_layers=2))
+    alone = net(jnp.array([[5, 6, 7, 8]])).logits
+    both = net(
+        jnp.array([[1, 2, 5, 6, 7, 8]]),
+        positions=jnp.array([[0, 1, 0, 1, 2, 3]]),
+        segments=jnp.array([[1, 1, 2, 2, 2, 2]]),
+    ).logits
+    np.testing.assert_allclose(both[:, 2:], alone, atol=1e-5)
+
+
+def test_the_corpus_is_the_standard_library():
+    documents = data.corpus()
+    assert documents.about["files"] > 300
+    assert not any(
+        "def test_" in t and "unittest.TestCase" in t for t in documents.texts[:50]
+    )
+    assert documents.about["sha256"] == data.corpus().about["sha256"]
+
+
+def test_files_of_text(tmp_path, capsys):
+    lines = [
+        f"line {i} of a text that is long enough to be cut\n" * 3 for i in range(40)
+    ]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": x}) + "\n" for x in lines)
+    )
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": lines}), tmp_path / "c.parquet")
+    for kind, name in (
+        ("text", "a.txt"),
+        ("jsonl", "b.jsonl"),
+        ("parquet", "c.parquet"),
+    ):
+        c = settings.load(
+            ["tiny", f"dataset_type={kind}", f"dataset_path={tmp_path / name}"]
+        )
+        splits = data.splits(c)
+        assert splits.about["bytes"] == sum(map(len, lines))
+        text = bytes(splits.train[0]["inputs"][:20].tolist()).decode()
+        assert text.startswith("line 0 of a text")
+    words = ["tiny", "dataset_type=jsonl", f"dataset_path={tmp_path / 'b.jsonl'}"]
+    with pytest.raises(UsageError, match="no field text_field=body; it has text"):
+        data.splits(settings.load([*words, "text_field=body"]))
+    with pytest.raises(UsageError, match="no such file"):
+        data.splits(settings.load([*words[:2], "dataset_path=/nowhere/x"]))
+
+
+def test_tokenizers(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<unk>", "</s>"], vocab_size=60
+    )
+    made.train_from_iterator(["some words and some more words"], trainer)
+    path = str(tmp_path / "tokenizer.json")
+    made.save(path)
+    words = ["tiny", "tokenizer_type=huggingface", f"tokenizer_path={path}"]
+    codec = data.tokenizer(settings.load(words))
+    assert codec.end == 1 and "words" in codec.decode(codec.encode("words"))
+    with pytest.raises(UsageError, match="vocab_size=8: write vocab_size="):
+        data.tokenizer(settings.load([*words, "vocab_size=8"]))
+    (tmp_path / "bad.json").write_text("{")
+    for bad in ("bad.json", "none.json"):
+        with pytest.raises(UsageError, match=bad):
+            data.tokenizer(
+                settings.load([*words[:2], f"tokenizer_path={tmp_path / bad}"])
+            )
+
+
+def test_batches_come_in_the_same_order_and_go_on(tmp_path):
+    c = config(tmp_path)
+    rows = data.splits(c).train
+    first = data.batches(rows, c)
+    seen = [next(first)["inputs"] for _ in range(3)]
+    state = first.get_state()
+    after = next(first)["inputs"]
+    again = data.batches(rows, c)
+    np.testing.assert_array_equal(next(again)["inputs"], seen[0])
+    again.set_state(state)
+    np.testing.assert_array_equal(next(again)["inputs"], after)
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def test_weights_know_their_axes():
+    net = model.abstract(Model())
+    kernel = net.decoder.layers.mlp.wi_0.kernel
+    assert kernel.out_sharding == ("layers", "embed", "mlp")
+    assert isinstance(kernel, nnx.Param)
