@@ -6,7 +6,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ["README.md", "docs/everything.md", "docs/recipes.md"]
+PAGES = ["README.md", "docs/everything.md", "docs/recipes.md", "docs/checkpoints.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

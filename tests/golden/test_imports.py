@@ -9,8 +9,8 @@ import midtread
 
 ROOT = pathlib.Path(midtread.__file__).parent
 LAYERS = ["numerics", "kernels", "ops", "model", "providers", "algorithms"]
-LAYERS += ["report", "lm", "cli"]  # report stands at the side: lm may call it
-FLAX = ("model", "providers", "algorithms", "lm")
+LAYERS += ["interop", "report", "lm", "cli"]  # the first two at the side: lm may call
+FLAX = ("model", "providers", "algorithms", "interop", "lm")
 MAY_BE_PRIVATE = {"intercept.py", "flaxlib.py", "pallas_compat.py"}
 
 

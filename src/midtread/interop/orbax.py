@@ -1,0 +1,244 @@
+"""Orbax: quantized trees in a directory, sharded, written and read by many hosts.
+
+    <path>/arrays/<name>/...     one folder of chunks per array, orbax's own layout
+    <path>/midtread.json         the manifest, written last
+
+Orbax stores arrays, not what they are codes of, and refuses some dtypes (uint4, uint2,
+float8_e4m3); those go in as uint8, element by element, so that a sharded array stays
+sharded. The manifest (interop/manifest.py) holds the rest, and a SHA-256 of every file:
+`load` looks at all of them before orbax looks at any.
+
+Arrays come back on the devices of the target's shardings. Needs `orbax-checkpoint`.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.interop import manifest as m
+from midtread.interop import trees
+from midtread.interop.safetensors import _full, _no_duplicates, _records
+
+_FILE, _ARRAYS = "midtread.json", "arrays"
+# dtypes that orbax refuses -> (to store, to load)
+_AS_BYTES = {
+    "uint2": (lambda x: x.astype(jnp.uint8), lambda x: x.astype(jnp.uint2)),
+    "uint4": (lambda x: x.astype(jnp.uint8), lambda x: x.astype(jnp.uint4)),
+    "float8_e4m3": (
+        lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8),
+        lambda x: jax.lax.bitcast_convert_type(x, jnp.float8_e4m3),
+    ),
+}
+
+
+def _orbax():
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            "midtread.interop.orbax needs orbax: pip install 'midtread[orbax]'."
+        ) from error
+    return ocp
+
+
+def save(path: Any, tree: Any, *, rules: Any = None) -> None:
+    """Writes a tree of arrays and QArrays to a new directory; every process calls it.
+
+    Args:
+        rules: the rules, or the provider, that quantized it; `read_rules` gives them back.
+    """
+    folder = pathlib.Path(path).absolute()
+    if folder.exists():
+        raise ValueError(
+            f"{folder} exists already: a checkpoint needs a new directory."
+        )
+    entries = trees.open_tree(tree).entries
+    rules = getattr(rules, "_rules", rules) or ()
+    described = {k: m.describe(k, v, rules) for k, v in entries.items()}
+    listed = m.rules_json(rules)
+    arrays = {}
+    for name, part, record in _records(described):
+        array = jnp.asarray(trees.parts(entries[name])[part])
+        store, _ = _AS_BYTES.get(record["dtype"], (None, None))
+        key = _key(name, part)
+        if key in arrays:
+            raise ValueError(
+                f"two tensors would be stored as {key!r}: rename {name!r}."
+            )
+        arrays[key] = array if store is None else store(array)
+    ocp = _orbax()
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(folder / _ARRAYS, arrays)
+    if jax.process_index() == 0:
+        _write_manifest(folder, described, listed)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"midtread: {folder} is complete")
+
+
+def _key(name: str, part: str) -> str:
+    return _full(name, part).replace("/", ".")
+
+
+def _write_manifest(folder: pathlib.Path, described: dict, rules: list) -> None:
+    sums = _sums(folder / _ARRAYS, _files(folder / _ARRAYS))
+    for name, part, record in _records(described):
+        own = f"{_key(name, part)}/"
+        mine = {k: v for k, v in sums.items() if k.startswith(own)}
+        record["files"] = mine
+        sums = {k: v for k, v in sums.items() if k not in mine}
+    sealed = m.seal(described, rules, files=sums)
+    partial = folder / f"{_FILE}.partial"
+    partial.write_text(m.canonical(sealed))
+    os.replace(partial, folder / _FILE)
+
+
+def _files(folder: pathlib.Path) -> list[str]:
+    return sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    )
+
+
+def _sums(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    def sum_of(name):
+        with open(folder / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(sum_of, names)))
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def load(path: Any, target: Any = None) -> Any:
+    """Reads what `save` wrote, after checking every file of it.
+
+    Without a target: nested dicts with QArrays (and WithAux boxes) in them, on one device.
+
+    Args:
+        target: a tree like the one saved, or its shapes, with the shardings wanted.
+    """
+    folder = pathlib.Path(path).absolute()
+    want = None if target is None else trees.open_tree(target)
+    manifest = read_manifest(folder)
+    _check_files(folder, manifest)
+    if want is not None:
+        m.match(str(folder), manifest, want)
+    stored = _restore(folder / _ARRAYS, _restore_args(manifest, want))
+    built, arrays = {}, {}
+    for name, entry in manifest["entries"].items():
+        arrays[name] = {
+            part: _back(stored[_key(name, part)], record)
+            for part, record in entry["parts"].items()
+        }
+        try:
+            built[name] = m.build(name, entry, arrays[name])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{folder}: tensor {name!r}: {error}") from error
+    return trees.nest(built) if want is None else want.rebuild(arrays)
+
+
+def _back(array: jax.Array, record: Mapping[str, Any]) -> jax.Array:
+    _, load_ = _AS_BYTES.get(record["dtype"], (None, None))
+    return array if load_ is None else load_(array)
+
+
+def _restore_args(
+    manifest: Mapping[str, Any], want: trees.Tree | None
+) -> dict[str, Any]:
+    ocp = _orbax()
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    args = {}
+    for name, part, _ in _records(manifest["entries"]):
+        like = None if want is None else trees.parts(want.entries[name])[part]
+        sharding = getattr(like, "sharding", None)
+        usable = isinstance(sharding, jax.sharding.Sharding)
+        args[_key(name, part)] = ocp.ArrayRestoreArgs(
+            sharding=sharding if usable else here
+        )
+    return args
+
+
+def _restore(folder: pathlib.Path, args: Any) -> Any:
+    ocp = _orbax()
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        return checkpointer.restore(folder, restore_args=args)
+
+
+def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first file that is not as it was written."""
+    owner = {name: None for name in manifest["files"]}
+    wanted = dict(manifest["files"])
+    for name, part, record in _records(manifest["entries"]):
+        wanted |= record["files"]
+        owner |= dict.fromkeys(record["files"], _full(name, part))
+    there = set(_files(folder / _ARRAYS))
+    tensor = lambda f: f" of tensor {owner[f]!r}" if owner.get(f) else ""
+    for file in sorted(wanted.keys() - there):
+        raise ValueError(f"{folder / _ARRAYS / file}{tensor(file)} is missing.")
+    for file in sorted(there - wanted.keys()):
+        raise ValueError(
+            f"{folder / _ARRAYS / file} does not belong to this checkpoint."
+        )
+    for file, found in _sums(folder / _ARRAYS, sorted(wanted)).items():
+        if found != wanted[file]:
+            raise ValueError(
+                f"{folder / _ARRAYS / file}{tensor(file)} does not have the sum it was "
+                "written with: the file is damaged, or files were exchanged."
+            )
+
+
+def read_manifest(path: Any) -> dict[str, Any]:
+    """What a checkpoint says of itself; no array is read."""
+    file = pathlib.Path(path).absolute() / _FILE
+    try:
+        manifest = json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates
+        )
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} is not there: the directory was not written by midtread, or not to its "
+            "end. Float checkpoints of other writers are read by load_float."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    return m.check(str(file), manifest, "files")
+
+
+def read_rules(path: Any) -> list[Any]:
+    """The rules that a checkpoint was saved with."""
+    return m.rules_from(read_manifest(path))
+
+
+def load_float(path: Any, target: Any) -> Any:
+    """Reads a float checkpoint that orbax wrote into a float, QAT or QT model's variables."""
+    ocp = _orbax()
+    folder = pathlib.Path(path).absolute()
+    if (folder / _FILE).exists():
+        manifest = read_manifest(folder)
+        for name, entry in manifest["entries"].items():
+            if "qtype" in entry:
+                raise ValueError(f"{folder}: {name!r} is quantized: use load.")
+        return trees.fill(str(folder), _flat(load(folder)), trees.open_tree(target))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        try:
+            shapes = checkpointer.metadata(folder).item_metadata.tree
+        except (ValueError, FileNotFoundError, AttributeError) as error:
+            raise ValueError(f"{folder} is not an orbax checkpoint: {error}") from None
+        host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        found = checkpointer.restore(folder, restore_args=host)
+    return trees.fill(str(folder), _flat(found), trees.open_tree(target))
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return trees.open_tree(tree).entries

@@ -1,0 +1,353 @@
+"""Safetensors: quantized trees in one file that any reader of the format can open.
+
+    8 bytes    length of the header
+    header     JSON: {"__metadata__": {"midtread": manifest}, name: {dtype, shape, data_offsets}}
+    data       the arrays, end to end
+
+A QArray `up/kernel` is the tensors `up/kernel/qvalue`, `up/kernel/scale`, ... Codes take the
+bits of their format: below eight they are packed, end to end, into U8. Dtypes that the
+format has no name for are stored as U8 as well; the manifest (interop/manifest.py) has the
+real dtype, the shape, and a SHA-256 of each tensor's bytes, which `load` checks.
+
+Written and read here, in a few lines, because no library reads fp8 into numpy, and because
+a file from elsewhere is input like any other: every number in its header is checked before
+it is used.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from midtread.interop import manifest as m
+from midtread.interop import trees
+from midtread.numerics import packing
+from midtread.numerics.formats import as_format
+
+# names of the format -> dtypes; all others are stored as bytes
+DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16,
+    "U32": np.uint32, "I32": np.int32, "U64": np.uint64, "I64": np.int64,
+    "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}  # fmt: skip
+DTYPES = {k: np.dtype(v) for k, v in DTYPES.items()}
+_NAMES = {v: k for k, v in DTYPES.items()}
+_MOST_HEADER = 100_000_000  # as the format's own readers have it
+_NO_SUM = "0" * 64
+
+
+def save(path: Any, tree: Any, *, rules: Any = None) -> None:
+    """Writes a tree of arrays and QArrays: Linen variables, an NNX model, any pytree.
+
+    A file that is there is replaced once the new one is whole.
+
+    Args:
+        rules: the rules, or the provider, that quantized it; `read_rules` gives them back.
+    """
+    path = os.fspath(path)
+    entries = trees.open_tree(tree).entries
+    rules = getattr(rules, "_rules", rules) or ()
+    described = {k: m.describe(k, v, rules) for k, v in entries.items()}
+    for name, part, record in _records(described):
+        array = trees.parts(entries[name])[part]
+        if not getattr(array, "is_fully_addressable", True):
+            raise ValueError(
+                f"{_full(name, part)}: the array is spread over several processes. Save "
+                "with midtread.interop.orbax."
+            )
+        record["sha256"] = _NO_SUM
+    listed = m.rules_json(rules)
+    placeholder = _header(described, listed)
+    folder = os.path.dirname(os.path.abspath(path))
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        try:
+            file.write(placeholder)
+            for name, part, record in _records(described):
+                qtype = described[name].get("qtype")
+                array = trees.parts(entries[name])[part]
+                data = _encode(name, part, record, qtype, array)
+                record["sha256"] = m.digest(data)
+                file.write(data)
+            final = _header(described, listed)
+            assert len(final) == len(placeholder)
+            file.seek(0)
+            file.write(final)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            file.close()
+            os.unlink(file.name)
+            raise
+
+
+def _records(described: Mapping) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(entry, part, record) in the order of the data."""
+    for name in sorted(described):
+        for part in sorted(described[name]["parts"]):
+            yield name, part, described[name]["parts"][part]
+
+
+def _full(name: str, part: str) -> str:
+    return f"{name}/{part}" if part else name
+
+
+def _stored_as(record: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """The dtype and shape that the file has for a part."""
+    dtype = _NAMES.get(np.dtype(record["dtype"]))
+    if record["bits"] < 8:
+        return "U8", [m.stored_size(record)]
+    return (dtype or "U8"), record["shape"]
+
+
+def _header(described: dict, rules: list) -> bytes:
+    sealed = m.seal(described, rules)
+    header: dict[str, Any] = {"__metadata__": {"midtread": m.canonical(sealed)}}
+    begin = 0
+    for name, part, record in _records(described):
+        dtype, shape = _stored_as(record)
+        end = begin + m.stored_size(record)
+        header[_full(name, part)] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _format_of(record: Mapping[str, Any], qtype: str | None, part: str):
+    """The format by whose width a part is packed."""
+    return as_format(qtype if part == "qvalue" and qtype else record["dtype"])
+
+
+def _encode(name: str, part: str, record: Mapping, qtype: Any, array: Any) -> bytes:
+    host = np.ascontiguousarray(jax.device_get(array))
+    if record["bits"] >= 8:
+        return host.tobytes()
+    fmt = _format_of(record, qtype, part)
+    packed = packing.pack(host, fmt)
+    if fmt.is_emulated and not np.array_equal(
+        packing.unpack(packed, fmt, host.shape), host
+    ):
+        raise ValueError(
+            f"{_full(name, part)}: codes beyond the range of {fmt.name} cannot be saved."
+        )
+    return packed.tobytes()
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def load(path: Any, target: Any = None) -> Any:
+    """Reads what `save` wrote, and checks every bit of it.
+
+    Without a target: nested dicts with QArrays (and WithAux boxes) in them, which a Linen
+    model takes as it is.
+
+    Args:
+        target: a tree like the one saved, or its shapes (an NNX model, what
+            jax.eval_shape(model.init, ...) gives): a tree of that kind is returned, with
+            its shardings. A checkpoint of another model is refused.
+    """
+    file = os.fspath(path)
+    want = None if target is None else trees.open_tree(target)
+    with _Reader(file) as reader:
+        manifest = reader.manifest()
+        if want is not None:
+            m.match(file, manifest, want)
+        built, arrays = {}, {}
+        for name, entry in manifest["entries"].items():
+            arrays[name] = reader.entry(name, entry)
+            try:
+                built[name] = m.build(name, entry, arrays[name])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file}: tensor {name!r}: {error}") from error
+            if want is not None:
+                like = trees.parts(want.entries[name])
+                arrays[name] = {
+                    p: trees.place(a, like[p]) for p, a in arrays[name].items()
+                }
+    return trees.nest(built) if want is None else want.rebuild(arrays)
+
+
+def load_float(path: Any, target: Any) -> Any:
+    """Reads float tensors of any writer into a float, QAT or QT model's variables.
+
+    Names are joined by slashes or dots, as in the target; shapes and dtypes must be its.
+    """
+    file = os.fspath(path)
+    with _Reader(file) as reader:
+        arrays = {name: reader.raw(name) for name in reader.tensors}
+        if "midtread" in reader.metadata:
+            manifest = reader.manifest()
+            for name, entry in manifest["entries"].items():
+                if "qtype" in entry:
+                    raise ValueError(f"{file}: {name!r} is quantized: use load.")
+                reader.entry(name, entry)  # checks its sum
+        return trees.fill(file, arrays, trees.open_tree(target))
+
+
+def read_manifest(path: Any) -> dict[str, Any]:
+    """What a checkpoint says of itself; no tensor is read."""
+    with _Reader(os.fspath(path)) as reader:
+        return reader.manifest()
+
+
+def read_rules(path: Any) -> list[Any]:
+    """The rules that a checkpoint was saved with."""
+    return m.rules_from(read_manifest(path))
+
+
+class _Reader:
+    """A file whose header has been checked: whatever it says is inside the file."""
+
+    def __init__(self, file: str):
+        self.file = file
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, tuple[np.dtype, tuple[int, ...], int, int]] = {}
+
+    def __enter__(self) -> Self:
+        self._open = open(self.file, "rb")
+        try:
+            self._read_header()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._open.close()
+
+    def _refuse(self, what: str) -> ValueError:
+        return ValueError(f"{self.file} is not a whole safetensors file: {what}.")
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._open.fileno()).st_size
+        length = int.from_bytes(self._open.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise self._refuse(f"a header of {length} bytes does not fit its {size}")
+        try:
+            header = json.loads(
+                self._open.read(length).decode(), object_pairs_hook=_no_duplicates
+            )
+        except (ValueError, RecursionError) as error:
+            raise self._refuse(f"its header is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise self._refuse("its header is not an object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(
+            isinstance(v, str) for v in metadata.values()
+        ):
+            raise self._refuse("its __metadata__ are not strings")
+        self.metadata = metadata
+        self._begin, data = 8 + length, size - 8 - length
+        spans = sorted(self._check(name, record) for name, record in header.items())
+        position = 0
+        for begin, end, name in spans:
+            if begin != position:
+                raise self._refuse(f"tensor {name!r} begins at {begin}, not {position}")
+            if end > data:
+                raise self._refuse(
+                    f"tensor {name!r} ends at byte {end} of data, and there are {data}"
+                )
+            position = end
+        if position != data:
+            raise self._refuse(f"{data - position} bytes belong to no tensor")
+
+    def _check(self, name: str, record: Any) -> tuple[int, int, str]:
+        if not isinstance(record, dict) or set(record) != {
+            "dtype",
+            "shape",
+            "data_offsets",
+        }:
+            raise self._refuse(f"tensor {name!r} has no dtype, shape and data_offsets")
+        is_size = lambda n: type(n) is int and 0 <= n < 2**63
+        shape, offsets = record["shape"], record["data_offsets"]
+        lists = isinstance(shape, list) and isinstance(offsets, list)
+        if not lists or not all(map(is_size, (*shape, *offsets))) or len(offsets) != 2:
+            raise self._refuse(f"tensor {name!r} has shape {shape} at {offsets}")
+        if not isinstance(record["dtype"], str) or record["dtype"] not in DTYPES:
+            raise self._refuse(
+                f"tensor {name!r} has dtype {record['dtype']!r}; known are {', '.join(DTYPES)}"
+            )
+        dtype, (begin, end) = DTYPES[record["dtype"]], offsets
+        if len(shape) > 32 or math.prod(shape) * dtype.itemsize != end - begin:
+            raise self._refuse(
+                f"tensor {name!r} of shape {shape} has {end - begin} bytes"
+            )
+        self.tensors[name] = dtype, tuple(shape), begin, end
+        return begin, end, name
+
+    def manifest(self) -> dict[str, Any]:
+        try:
+            text = self.metadata.get("midtread", "null")
+            manifest = json.loads(text, object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.file}: its manifest is damaged: {error}") from None
+        manifest = m.check(self.file, manifest)
+        listed = {_full(n, p) for n, p, _ in _records(manifest["entries"])}
+        for name in sorted(listed ^ self.tensors.keys()):
+            where = "file" if name in listed else "manifest"
+            raise ValueError(
+                f"{self.file}: tensor {name!r} is missing from the {where}."
+            )
+        if self.metadata.keys() != {"midtread"}:
+            raise ValueError(
+                f"{self.file}: its __metadata__ hold more than a manifest."
+            )
+        return manifest
+
+    def bytes(self, name: str) -> bytes:
+        _, _, begin, end = self.tensors[name]
+        self._open.seek(self._begin + begin)
+        return self._open.read(end - begin)
+
+    def raw(self, name: str) -> np.ndarray:
+        dtype, shape, *_ = self.tensors[name]
+        return np.frombuffer(self.bytes(name), dtype).reshape(shape)
+
+    def entry(self, name: str, entry: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The arrays of an entry, each with the sum it was written with."""
+        arrays = {}
+        for part, record in entry["parts"].items():
+            full = _full(name, part)
+            dtype, shape, *_ = self.tensors[full]
+            if (_NAMES[dtype], list(shape)) != _stored_as(record):
+                raise ValueError(
+                    f"{self.file}: tensor {full!r} is stored as {_NAMES[dtype]}{list(shape)}, "
+                    f"but its manifest says {_stored_as(record)}."
+                )
+            data = self.bytes(full)
+            if m.digest(data) != record["sha256"]:
+                raise ValueError(
+                    f"{self.file}: the bytes of tensor {full!r} do not have the sum they were "
+                    "written with: the file is damaged, or tensors were exchanged."
+                )
+            arrays[part] = jnp.asarray(_decode(data, record, entry.get("qtype"), part))
+        return arrays
+
+
+def _decode(data: bytes, record: Mapping, qtype: str | None, part: str) -> np.ndarray:
+    shape = tuple(record["shape"])
+    if record["bits"] >= 8:
+        return np.frombuffer(data, np.dtype(record["dtype"])).reshape(shape)
+    fmt = _format_of(record, qtype, part)
+    return packing.unpack(np.frombuffer(data, np.uint8), fmt, shape)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key appears twice")
+    return found
