@@ -53,14 +53,14 @@ def _codes(x, inverse, fmt: Format, native: bool):
         return _nearest(units, native).astype(fmt.dtype)
     largest = fmt.grid.largest
     kept = jnp.minimum(jnp.maximum(units, -largest), largest)
-    return jnp.where(units != units, units, kept).astype(fmt.dtype)
+    return jnp.where(jnp.isnan(units), units, kept).astype(fmt.dtype)
 
 
 def _nearest(units, native: bool):
     """The nearest integer, ties to even, NaN to 0."""
     if not native:
         units = jnp.round(units)
-        return jnp.where(units != units, 0.0, units).astype(jnp.int32)
+        return jnp.where(jnp.isnan(units), 0.0, units).astype(jnp.int32)
     return pltriton.elementwise_inline_asm(
         "cvt.rni.s32.f32 $0, $1;",  # Pallas has no rounding for Triton
         args=[units],

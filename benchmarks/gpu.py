@@ -1,0 +1,298 @@
+"""Fewer bits, less time? Ours beside bfloat16 (XLA) in one process, on an NVIDIA GPU.
+
+    JAX_PLATFORMS=cuda,cpu python benchmarks/gpu.py [row ...] [--results FOLDER]
+
+Rows: train-<recipe>, gemm, quantize, prefill, decode, sweep; none named: all. Each prints
+a table of its cases and appends it to the results. Llama-8B layers: d 4096, ff 14336, 32
+and 8 heads; 16,384 tokens. Decoding runs a stack of 8 MLP layers, larger than L2. Times are
+the best of three runs of back-to-back calls. `bound` is what the roofline would allow.
+"""
+
+import argparse
+import datetime
+import functools
+import pathlib
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+import midtread as mt
+from midtread.kernels import choose
+
+D, FF, HEADS, KV_HEADS, TOKENS, LAYERS = 4096, 14336, 32, 8, 16384, 8
+BANDWIDTH, BF16, EIGHT = 4.8e12, 989e12, 1979e12  # of an H200, by its datasheet
+KEY = jax.random.key(0)
+
+
+def measure(fn, *args, calls=20):
+    """(seconds a call, seconds to compile, the compiled program)."""
+    start = time.perf_counter()
+    compiled = jax.jit(fn).lower(*args).compile()
+    took = time.perf_counter() - start
+    jax.block_until_ready([compiled(*args) for _ in range(3)])
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best, took, compiled
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.float32
+        )
+        batch, length, _ = x.shape
+        heads = lambda y, n: y.reshape(batch, length, n, D // HEADS)
+        h = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        q = heads(dense(D, name="q")(h), HEADS)
+        k = heads(dense(D * KV_HEADS // HEADS, name="k")(h), KV_HEADS)
+        v = heads(dense(D * KV_HEADS // HEADS, name="v")(h), KV_HEADS)
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn"
+        )
+        x = x + dense(D, name="o")(out.reshape(batch, length, D))
+        h = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        h = nn.silu(dense(FF, name="gate")(h)) * dense(FF, name="up")(h)
+        return x + dense(D, name="down")(h)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"layer{i}")(x)
+        return x
+
+
+def _rule(**fields):
+    return mt.QtProvider([mt.QtRule(module_path=".*", **fields)])
+
+
+def _named(name):
+    return lambda: _rule(recipe=mt.recipe(name))
+
+
+FP8 = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}
+
+TRAINING = {
+    "int8": _named("qwix_int8"),
+    "fp8": _named("qwix_fp8_full"),
+    "fp8-tensor": _named("te_fp8_current"),
+    "fp8-delayed": lambda: mt.DelayedFp8Provider([mt.QtRule(module_path=".*", **FP8)]),
+    "fp8-blocks": _named("deepseek_fp8"),
+}
+
+
+def _step(provider, x):
+    model = Net()
+    if provider is not None:
+        model = mt.quantize_model(model, provider)
+    variables = jax.jit(model.init)(KEY, x[:1, :128])
+
+    def loss(variables, x):
+        return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
+
+    took, compiling, program = measure(
+        jax.value_and_grad(loss, allow_int=True), variables, x, calls=5
+    )
+    value = float(program(variables, x)[0])
+    return took, compiling, program.memory_analysis().temp_size_in_bytes, value
+
+
+def train(*names):
+    x = jax.random.normal(KEY, (8, TOKENS // 8, D), jnp.bfloat16)
+    lines = ["| 2 blocks, fwd+bwd | ms | x bf16 | compile s | temp GB | loss |", "|---" * 6 + "|"]
+    base = _step(None, x)
+    rows = {"bfloat16": base}
+    for name in names or TRAINING:
+        rows[name] = _attempt(lambda: _step(TRAINING[name](), x))
+    for name, row in rows.items():
+        if isinstance(row, str):
+            lines.append(f"| {name} | {row} | | | | |")
+            continue
+        took, compiling, temp, value = row
+        lines.append(
+            f"| {name} | {took * 1e3:.1f} | {base[0] / took:.2f} | {compiling:.1f} "
+            f"({compiling / base[1]:.1f}x) | {temp / 1e9:.2f} ({temp / base[2]:.2f}x) | {value:.5f} |"
+        )
+    return lines
+
+
+def _attempt(fn):
+    try:
+        return fn()
+    except Exception as error:  # a row that fails is a result, and the others go on
+        return f"failed: {type(error).__name__}: {str(error)[:120]!r}".replace("|", "/")
+
+
+# --- matmuls ----------------------------------------------------------------------------------
+
+
+def gemm():
+    n = 8192
+    flops = 2 * n**3
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in (0, 1))
+    lines = ["| 8192^3 | TFLOP/s | of peak |", "|---" * 3 + "|"]
+    took, *_ = measure(lambda a, b: a @ b.T, a, b)
+    lines.append(f"| bfloat16 | {flops / took / 1e12:.0f} | {flops / took / BF16:.0%} |")
+    for name in ("int8", "e4m3"):
+        x, y = (mt.quantize(v, name, channelwise_axes=[0]) for v in (a, b))
+        took, *_ = measure(lambda x, y: mt.einsum("mk,nk->mn", x, y), x, y)
+        lines.append(f"| {name}, scales included | {flops / took / 1e12:.0f} | {flops / took / EIGHT:.0%} |")
+    return lines
+
+
+def quantize():
+    lines = ["| quantize 16384 x n | n | us | TB/s |", "|---" * 4 + "|"]
+    spec = mt.per_channel
+    for n in (D, FF):
+        x = jax.random.normal(KEY, (TOKENS, n), jnp.bfloat16)
+        for name in ("int8", "e4m3"):
+            place = mt.Spec(name, channelwise_axes=(0,))
+
+            def rows(x):
+                q, _ = choose.quantize(x, place, summed=(1,))
+                return q.qvalue, q.scale
+
+            def both(x):
+                q, t = choose.quantize(x, place, summed=(1,), both=True)
+                return q.qvalue, lax.optimization_barrier(t.qvalue.T), q.scale
+
+            columns = mt.Spec(name, channelwise_axes=(1,))
+
+            def transposed(x):
+                q, _ = choose.quantize(x, columns, summed=(0,))
+                return q.qvalue.T, q.scale
+
+            for title, fn, size in (
+                ("rows", rows, 3),
+                ("rows and transposed", both, 4),
+                ("columns, transposed", transposed, 3),
+            ):
+                took, *_ = measure(fn, x)
+                rate = size * x.size / took / 1e12
+                lines.append(f"| {name} {title} | {n} | {took * 1e6:.0f} | {rate:.2f} |")
+                with choose.implementation("xla"):
+                    took, *_ = measure(fn, x)
+                rate = size * x.size / took / 1e12
+                lines.append(f"| - by XLA | {n} | {took * 1e6:.0f} | {rate:.2f} |")
+    return lines
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+        )
+        for i in range(LAYERS):
+            x = dense(D, name=f"down{i}")(nn.relu(dense(FF, name=f"up{i}")(x)))
+        return x
+
+
+SERVING = {
+    "w8": ({"weight_qtype": "int8"}, 8),
+    "fp8w": ({"weight_qtype": "e4m3"}, 8),
+    "w4-g128": ({"weight_qtype": "int4", "tile_size": 128}, 4.125),
+    "w4-g32": ({"weight_qtype": "int4", "tile_size": 32}, 4.5),
+    "nf4-g64": ({"weight_qtype": "nf4", "tile_size": 64}, 4.25),
+    "w4a8-g128": ({"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128}, 4.125),
+    "w8a8": ({"weight_qtype": "int8", "act_qtype": "int8"}, 8),
+    "fp8": ({"weight_qtype": "e4m3", "act_qtype": "e4m3"}, 8),
+}
+
+
+def _serve(rows: int, names) -> list[str]:
+    x = jax.random.normal(KEY, (rows, D), jnp.bfloat16)
+    model = Stack()
+    variables = jax.jit(model.init)(KEY, x)
+    codes = LAYERS * 2 * D * FF
+    calls = 20 if rows < 1024 else 5
+    base, *_ = measure(model.apply, variables, x, calls=calls)
+    rate = codes * 2 / base / 1e12
+    lines = [f"| {rows} | bfloat16 | {base / LAYERS * 1e6:.1f} | 1.00 | {rate:.2f} | |"]
+    for name in names:
+        fields, bits = SERVING[name]
+        provider = mt.PtqProvider([mt.QuantizationRule(module_path=".*", **fields)])
+
+        def run():
+            served = mt.quantize_model(model, provider)
+            shapes = jax.eval_shape(served.init, KEY, x)["params"]
+            params = mt.quantize_params(variables["params"], shapes)
+            return measure(served.apply, {"params": params}, x, calls=calls)[0]
+
+        took = _attempt(run)
+        if isinstance(took, str):
+            lines.append(f"| {rows} | {name} | {took} | | | |")
+            continue
+        flops = 2 * rows * codes
+        peak = EIGHT if "a8" in name or name == "fp8" else BF16
+        bound = max(codes * bits / 8 / BANDWIDTH, flops / peak)
+        lines.append(
+            f"| {rows} | {name} | {took / LAYERS * 1e6:.1f} | {base / took:.2f} | "
+            f"{codes * bits / 8 / took / 1e12:.2f} | {base / bound:.2f} |"
+        )
+    return lines
+
+
+HEAD = ["| rows | weights | us a layer | x bf16 | TB/s of weights | bound x |", "|---" * 6 + "|"]
+
+
+def decode(*rows):
+    return HEAD + [line for m in rows or (1, 16, 64) for line in _serve(int(m), SERVING)]
+
+
+def prefill():
+    return HEAD + _serve(8192, ("w8a8", "fp8"))
+
+
+def sweep():
+    names = ("w8", "w4-g128", "w8a8", "fp8")
+    return HEAD + [line for m in (2, 4, 8, 32, 128, 256, 1024, 4096) for line in _serve(m, names)]
+
+
+ROWS = {
+    "gemm": gemm,
+    "quantize": quantize,
+    "prefill": prefill,
+    "decode": decode,
+    "sweep": sweep,
+    "train": train,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", help="gemm, decode:16, train:int8:fp8 ...")
+    folder = pathlib.Path(__file__).parent / "results"
+    parser.add_argument("--results", default=folder, type=pathlib.Path)
+    args = parser.parse_args()
+    device = jax.devices()[0].device_kind
+    git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    today = datetime.date.today()
+    path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
+    for row in args.rows or ROWS:
+        name, *options = row.split(":")
+        title = f"{device}, jax {jax.__version__}, {today}, {commit or 'no commit'}"
+        lines = ROWS[name](*options)
+        text = "\n".join([f"## {row}", "", f"{title}, `python benchmarks/gpu.py {row}`", "", *lines])
+        print(text + "\n", flush=True)
+        with open(path, "a") as file:
+            file.write(text + "\n\n")
+
+
+if __name__ == "__main__":
+    main()
