@@ -113,6 +113,39 @@ def test_nnx():
     assert np.isnan(np.asarray(outside)).all()  # as jnp.take has it
 
 
+class Indexed(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        table = self.param("table", nn.initializers.normal(), (7, 32))
+        return table[ids] @ table.T
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_indexing_is_a_look_up_too(jit):
+    wrap = jax.jit if jit else lambda f: f
+    model = mt.quantize_model(Indexed(), mt.QtProvider([rule(weight_qtype="int4")]))
+    params = model.init(jax.random.key(0), IDS)
+    table = params["params"]["table"]
+    rounded = mt.dequantize(mt.quantize(table, "int4", channelwise_axes=[0]))
+    for ids in (IDS, IDS - 7):
+        out = wrap(model.apply)(params, ids)
+        np.testing.assert_allclose(out, rounded[IDS] @ table.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_tied_table_is_served_both_ways(jit):
+    """Quantized for the head, which multiplies by its transpose; looked up as it is."""
+    wrap = jax.jit if jit else lambda f: f
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    model = mt.quantize_model(Indexed(), provider)
+    params = wrap(model.init)(jax.random.key(0), IDS)
+    table = params["params"]["table"].array
+    assert table.shape == (7, 32) and table.scale.shape == (7, 1)
+    exact = mt.dequantize(table)
+    out = wrap(model.apply)(params, IDS)
+    np.testing.assert_allclose(out, exact[IDS] @ exact.T, atol=1e-5)
+
+
 def test_adapters_are_refused_by_name():
     with pytest.raises(ValueError, match="take gets no adapters"):
         mt.LoraRule(rank=2, alpha=1.0, op_names=("take",))

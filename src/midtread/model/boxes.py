@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.model import flaxlib
+from midtread.model import flaxlib, intercept
 from midtread.numerics.spec import Spec
+from midtread.ops.lookup import look_up
 
 
 @functools.partial(
@@ -68,7 +69,22 @@ class WithAux:
     def __getitem__(self, index: Any) -> Any:
         if index is Ellipsis:
             return self.value
+        ids = intercept.row_indices(index)
+        if ids is not None:  # a look-up: rows, no longer a parameter
+            array = flaxlib.unbox(self.array)
+            ids = jnp.where(ids < 0, ids + array.shape[0], ids)
+            return look_up(array, ids, mode="clip")
         return self.value.replace(array=flaxlib.unbox(self.array)[index])
+
+    # Turned around, the codes alone go on: `how` is about the parameter as it is stored.
+    def transpose(self, *axes) -> Any:
+        return flaxlib.unbox(self.array).transpose(*axes)
+
+    def swapaxes(self, axis1: int, axis2: int) -> Any:
+        return flaxlib.unbox(self.array).swapaxes(axis1, axis2)
+
+    T = property(lambda self: flaxlib.unbox(self.array).T)
+    mT = property(lambda self: flaxlib.unbox(self.array).mT)
 
     def __rmatmul__(self, other: Any) -> Any:
         return jnp.matmul(other, self)

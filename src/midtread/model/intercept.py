@@ -20,6 +20,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -74,7 +76,7 @@ class _Thread(threading.local):
         self.active: list[Active] = []
         self.modules: list[Any] = []
         self.entries: list[Any] = []  # per active model: the trace it was called in
-        # id of a cast array -> (it, what it was made from)
+        # id of a cast array -> (it, what it was made from, how it was turned)
         self.casts: dict[int, Any] = {}
         self.is_late = False
 
@@ -343,20 +345,39 @@ def _catch_operators() -> None:
     """`x @ w` does not look jnp.matmul up, so the operator of arrays and of tracers is
     replaced as well."""
     for cls in array_classes():
-        for operator in ("__matmul__", "__rmatmul__"):
-            setattr(cls, operator, _operator(operator, getattr(cls, operator)))
+        for name in ("__matmul__", "__rmatmul__"):
+            setattr(cls, name, _operator(name, getattr(cls, name)))
         cls.dot = _dot_method
+        cls.__getitem__ = _indexing(cls.__getitem__)
 
     concrete, _ = array_classes()
-    for method in ("astype", "reshape"):  # a jit trace records these; nothing else does
-        setattr(concrete, method, _noting(getattr(concrete, method)))
+    # A jit trace records these; of concrete arrays nothing else does.
+    for name in ("astype", "reshape"):
+        setattr(concrete, name, _noting(getattr(concrete, name)))
+    for name in ("transpose", "swapaxes"):
+        method, function = getattr(np.ndarray, name), getattr(np, name)
+        setattr(concrete, name, _noting(getattr(concrete, name), method))
+        setattr(jnp, name, _noting(getattr(jnp, name), function))
+    for name in ("T", "mT"):
+        turn = operator.attrgetter(name)
+        setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
 
 
-def _noting(original: Callable) -> Callable:
+def _noting(original: Callable, turn: Callable | None = None) -> Callable:
+    """Notes what comes of `original`; `turn` does to numpy's arrays what it does."""
+
     @functools.wraps(original)
-    def wrapper(self, *args, **kwargs):
-        out = original(self, *args, **kwargs)
-        return _noted(out, (self,)) if _thread.active else out
+    def wrapper(a, *args, **kwargs):
+        if _is_boxed(a):  # jnp.transpose(box)
+            return getattr(a, original.__name__)(*args, *kwargs.values())
+        out = original(a, *args, **kwargs)
+        if not _thread.active or isinstance(out, jax.core.Tracer):
+            return out
+        axes = None
+        if turn is not None:
+            marked = np.broadcast_to(0, range(2, 2 + a.ndim))  # axis i has extent i + 2
+            axes = tuple(n - 2 for n in turn(marked, *args, **kwargs).shape)
+        return _noted(out, (a,), axes)
 
     return wrapper
 
@@ -377,6 +398,29 @@ def _dot_method(self, b, **options):
     return jnp.dot(self, b, **options)
 
 
+def _indexing(original: Callable) -> Callable:
+    """`table[ids]`: a look-up in other words."""
+
+    @functools.wraps(original)
+    def wrapper(self, index):
+        if _any_enabled() and not is_running():
+            ids = row_indices(index)
+            rows = NotImplemented if ids is None else offer("getitem", self, ids)
+            if rows is not NotImplemented:
+                return rows
+        return original(self, index)
+
+    return wrapper
+
+
+def row_indices(index: Any) -> Any:
+    """An array of indices that stands alone, or None."""
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    is_ids = hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)
+    return index if is_ids and index.ndim else None
+
+
 def _opaque(make: Callable) -> Callable:
     """A kernel maker whose kernels are never touched, now or when they run later."""
 
@@ -392,23 +436,37 @@ def _opaque(make: Callable) -> Callable:
 # --- where an array comes from ----------------------------------------------------------------
 
 
-def ancestors(x: Any, turned: bool = True) -> Iterator[Any]:
+def ancestors(x: Any) -> Iterator[Any]:
     """`x`, and what it was made from by functions of one argument (casts, reshapes,
-    sharding constraints, and unless `turned` is False transposes). Private: a tracer's `parent` is how jit records its equations,
-    `primal` and `val` are what grad and vmap wrap."""
+    transposes, sharding constraints)."""
+    return (array for array, _ in turned_ancestors(x))
+
+
+def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+    """(ancestor, axes): axis i of `x` is axis axes[i] of what the layer reshaped the
+    ancestor to, if it did; None where transposes and reshapes mix. Private: a tracer's
+    `parent` is how jit records its equations, `primal` and `val` are what grad and vmap
+    wrap."""
+    axes, is_reshaped = tuple(range(getattr(x, "ndim", 0))), False
     while x is not None:
         x = unwrap(x)
-        yield x
+        yield x, axes
+        permutation, child = None, x
         parent = getattr(x, "parent", None)
         if parent is not None and len(parent.in_tracers) == 1:
-            if not turned and parent.primitive.name == "transpose":
-                return
             (x,) = parent.in_tracers
+            if parent.primitive.name == "transpose":
+                permutation = parent.params["permutation"]
         elif hasattr(x, "get_const"):
             const = x.get_const()
             x = None if const is x else const
         else:
-            x = _thread.casts.get(id(x), (None, None))[1]
+            _, x, permutation = _thread.casts.get(id(x), (None, None, None))
+        if permutation is not None:
+            mixed = axes is None or is_reshaped
+            axes = None if mixed else tuple(permutation[a] for a in axes)
+        elif x is not None and getattr(x, "shape", None) != child.shape:
+            is_reshaped = True
 
 
 def unwrap(x: Any) -> Any:
@@ -433,8 +491,8 @@ def entry_trace() -> Any:
     return _thread.entries[-1] if _thread.entries else None
 
 
-def _noted(out: Any, args: tuple) -> Any:
-    """Remembers which array a cast was made from, for this call of the model."""
+def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
+    """Remembers which array a cast or transpose was made from, for this call of the model."""
     pairs = (
         [(out, args[0])] if len(args) == 1 or hasattr(out, "dtype") else zip(out, args)
     )
@@ -442,5 +500,5 @@ def _noted(out: Any, args: tuple) -> Any:
         if made is not source and hasattr(made, "dtype"):
             made, source = unwrap(made), unwrap(source)
             if made is not source:
-                _thread.casts[id(made)] = (made, source)
+                _thread.casts[id(made)] = (made, source, axes)
     return out

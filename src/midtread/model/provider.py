@@ -116,6 +116,13 @@ class QuantizationProvider:
     def ragged_dot_general(self, *args, **kwargs) -> jax.Array:
         return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
 
+    def getitem(self, table: Any, ids: jax.Array) -> Any:
+        """`table[ids]`, as a look-up where a rule names those."""
+        if self._rule_for("take") is None:
+            return NotImplemented
+        ids = jnp.where(ids < 0, ids + table.shape[0], ids)
+        return self.take(table, ids, 0, mode="clip")
+
     def _run(self, name: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
         """An op that was intercepted: `plain` is JAX's own."""
         self._get_current_rule_and_op_id(name)

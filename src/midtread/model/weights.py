@@ -15,15 +15,12 @@ from midtread.model import flaxlib, intercept
 ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
 
-def find_param(module: Any, x: Any, turned: bool = True) -> str | None:
-    """The name of the parameter that `x` is, or None for an activation.
-
-    `turned`: whether a transpose of a parameter counts as one.
-    """
+def find_param(module: Any, x: Any) -> str | None:
+    """The name of the parameter that `x` is, or a transpose of; None for an activation."""
     params = {k: v for k, v in flaxlib.params_of(module).items() if hasattr(v, "shape")}
     by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
     last = x
-    for last in intercept.ancestors(flaxlib.unbox(x), turned):
+    for last in intercept.ancestors(flaxlib.unbox(x)):
         if id(last) in by_id:
             return by_id[id(last)]
     if not origin_is_hidden(last, params):
@@ -31,6 +28,16 @@ def find_param(module: Any, x: Any, turned: bool = True) -> str | None:
     return next(
         (k for k, v in params.items() if v.shape == x.shape and _is_plain(k, v)), None
     )
+
+
+def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
+    """For an operand that is the parameter `name`: its axis i is the parameter's axes[i].
+    None where that cannot be said (a reshape of a transpose)."""
+    param = intercept.unwrap(flaxlib.params_of(module)[name])
+    for ancestor, axes in intercept.turned_ancestors(flaxlib.unbox(x)):
+        if ancestor is param:
+            return axes
+    return tuple(range(x.ndim))  # found by its shape
 
 
 def _is_plain(name: str, param: Any) -> bool:

@@ -116,6 +116,19 @@ class Spec:
     def method(self) -> str:
         return self.calibration.method
 
+    def transposed(self, axes: tuple[int, ...]) -> "Spec":
+        """The Spec of x.transpose(axes), for one of x.
+
+        >>> Spec("int4", (0,), {1: 32}).transposed((1, 0)).channelwise_axes
+        (1,)
+        """
+        ndim = len(axes)
+        tiles = {axes.index(a % ndim): tile for a, tile in self.tiled_axes}
+        channelwise = sorted(axes.index(a % ndim) for a in self.channelwise_axes)
+        return dataclasses.replace(
+            self, channelwise_axes=tuple(channelwise), tiled_axes=tiles
+        )
+
     def layout(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(shape padded to whole tiles, shape of the scale).
 

@@ -23,7 +23,7 @@ from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
-from midtread.model.weights import find_param
+from midtread.model.weights import find_param, turn_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import as_format
@@ -40,7 +40,15 @@ from midtread.ops.training import Ranges, train
 class PtqProvider(QuantizationProvider):
     """Serves quantized weights, with activations in float or quantized on the way."""
 
-    ops = (*OPS, "take", "asarray", "param", "promote_dtype", "promote_dtype_nnx")
+    ops = (
+        *OPS,
+        "take",
+        "getitem",
+        "asarray",
+        "param",
+        "promote_dtype",
+        "promote_dtype_nnx",
+    )
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
@@ -53,11 +61,7 @@ class PtqProvider(QuantizationProvider):
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
-        module = intercept.current_module()
-        # A box keeps a parameter as the matmul sees it, so not if it was turned around.
-        names = {
-            id(a): find_param(module, a, turned=False) for a in args if _is_float(a)
-        }
+        names = {id(a): self._place(a) for a in args if _is_float(a)}
         ops = Ops(functools.partial(self._serve, rule, op_id, names))
         return getattr(ops, name)(*args, **kwargs)
 
@@ -71,9 +75,9 @@ class PtqProvider(QuantizationProvider):
             )
         axis = axis % a.ndim
         if rule is not None and rule.weight_qtype is not None and _is_float(a):
-            name = find_param(intercept.current_module(), a, turned=False)
-            if name is not None:
-                a = self._quantize_param(name, a, table_spec(rule, a.ndim, axis))
+            place = self._place(a)
+            if place is not None:
+                a = self._quantize_param(place, a, table_spec(rule, a.ndim, axis))
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
@@ -83,14 +87,14 @@ class PtqProvider(QuantizationProvider):
         for side, x in (("lhs", lhs), ("rhs", rhs)):
             spec, range_ = None, None
             if _is_float(x) and rule is not None:
-                name = names.get(id(x))
-                if name is not None and rule.weight_qtype is not None:
+                place = names.get(id(x))
+                if place is not None and rule.weight_qtype is not None:
                     how = c.place(
                         _spec(rule, rule.weight_qtype, rule.weight_calibration_method),
                         side,
                     )
-                    x = self._quantize_param(name, x, how)
-                elif name is None and rule.act_qtype is not None:
+                    x = self._quantize_param(place, x, how)
+                elif place is None and rule.act_qtype is not None:
                     spec = _spec(rule, rule.act_qtype, rule.act_calibration_method)
                     if rule.act_static_scale:
                         range_ = self._static_range(
@@ -103,9 +107,42 @@ class PtqProvider(QuantizationProvider):
         lhs, rhs = operands
         return train(c, recipe, lhs, rhs, Ranges(*ranges))
 
-    def _quantize_param(self, name: str, x: jax.Array, how: Spec) -> QArray:
-        """Puts a quantized parameter in the place of a float one."""
+    def _place(self, x: jax.Array) -> tuple[str, tuple[int, ...]] | None:
+        """(name, axes) of the parameter that x is, None for an activation: axis i of x is
+        the parameter's axes[i]."""
         module = intercept.current_module()
+        name = find_param(module, x)
+        axes = None if name is None else turn_of(module, name, x)
+        if axes is None or not self._is_of_model(module, name):
+            return None
+        return name, axes
+
+    def _is_of_model(self, module: Any, name: str) -> bool:
+        """Not so for a Linen module applied by hand to what the model computed."""
+        if not isinstance(module, nn.Module) or module.is_initializing():
+            return True
+        root = self._counts.root
+        inside = module.path[len(root.path) :]
+        return _at(root.variables.get("params"), (*inside, name)) is not None
+
+    def process_model_inputs(self, model: Any, args, kwargs):
+        self._counts.root = model
+        return super().process_model_inputs(model, args, kwargs)
+
+    def _outer(self, module: Any, name: str) -> Any:
+        """The model's own module where `module` is a stand-in for it that a transform made,
+        unless it holds one layer of many."""
+        if not isinstance(module, nnx.Module):
+            return module
+        outer = _at(self._counts.root, module._path)
+        theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
+        return outer if theirs == ours else module
+
+    def _quantize_param(self, place, x: jax.Array, how: Spec) -> QArray:
+        """Puts a quantized parameter in the place of a float one."""
+        module, (name, axes) = intercept.current_module(), place
+        back = tuple(axes.index(a) for a in range(x.ndim))
+        x, how = x.transpose(back), how.transposed(back)
         if isinstance(module, nn.Module) and not module.is_initializing():
             raise ValueError(
                 "It seems you're feeding an unquantized param to a quantized model: "
@@ -113,17 +150,18 @@ class PtqProvider(QuantizationProvider):
                 "quantize_params first."
             )
         value = quantize_by_spec(x, how)
-        held = flaxlib.params_of(module)[name]
+        held, outer = flaxlib.params_of(module)[name], self._outer(module, name)
         made_in = intercept.trace_of(value.qvalue)
         here = made_in is intercept.trace_of(held) or made_in is intercept.entry_trace()
+        here = here and outer is module
         try:
             if here:
                 flaxlib.replace_param(module, name, WithAux(value, how))
         except flax.errors.TraceContextError:
             here = False
         if not here:  # inside a trace of the model's own, which nothing made may leave
-            self._later.append((module, name, x.shape, how))
-        return value
+            self._later.append((outer, name, x.shape, how))
+        return value.transpose(axes)
 
     @property
     def _later(self) -> list:

@@ -33,7 +33,7 @@ class QtProvider(QuantizationProvider):
     """Trains under rules: QAT without `bwd_qtype`, QT with it."""
 
     rule_type = QtRule
-    ops = (*OPS, "take")
+    ops = (*OPS, "take", "getitem")
 
     def _init_rule(self, rule: QuantizationRule) -> QtRule:
         if not isinstance(rule, QtRule):
