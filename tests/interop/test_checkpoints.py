@@ -135,6 +135,16 @@ def test_boxes_around_arrays(store, tmp_path):
     assert_same(store.load(tmp_path / "c", target), variables)
 
 
+def test_adapters_over_codes(tmp_path):
+    provider = mt.LoraProvider(rank=2, alpha=1.0, weight_qtype="nf4")
+    make = lambda seed: mt.apply_lora_to_model(
+        nnx.Linear(64, 8, rngs=nnx.Rngs(seed)), provider, X, rngs=nnx.Rngs(seed)
+    )
+    safetensors.save(tmp_path / "c", make(0))
+    loaded = safetensors.load(tmp_path / "c", make(1))
+    assert_same(nnx.state(loaded), nnx.state(make(0)))
+
+
 def test_it_says_what_it_is(tmp_path):
     safetensors.save(tmp_path / "c", linen()[1], rules=PTQ)
     entry = safetensors.read_manifest(tmp_path / "c")["entries"]["params/up/kernel"]

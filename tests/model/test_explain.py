@@ -6,9 +6,11 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 import midtread as mt
 from tests.model import transformers as t
@@ -157,7 +159,7 @@ def test_providers_of_all_kinds():
     assert row.fwd == ("e4m3/128", "e4m3/128x128") and row.dlhs[0] == "e4m3/128"
 
 
-def test_convolutions_functions_and_shards():
+def test_convolutions_and_functions():
     conv = nn.Conv(6, (3, 3), feature_group_count=2, strides=2)
     rules = [{"weight_qtype": "int8", "act_qtype": "int8"}]
     (row,) = mt.explain(conv, mt.QtProvider(rules), jnp.ones((2, 8, 8, 4))).rows
@@ -174,6 +176,45 @@ def test_convolutions_functions_and_shards():
         ("mlp", "['codes']"),
     ]
     assert found.totals.weight_share == 1
+
+
+def test_a_trace_that_two_modules_share():
+    """JAX traces `inner` once; each module has its own row, and its own weight."""
+    inner = jax.jit(lambda x, w: x @ w)
+
+    class Leaf(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return inner(x, self.param("w", nn.initializers.ones, (4, 4)))
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Leaf(name="b")(Leaf(name="a")(x))
+
+    found = mt.explain(
+        Two(), mt.QtProvider([{"weight_qtype": "int8"}]), jnp.ones((2, 4))
+    )
+    assert [(r.path, r.weight, r.times, r.flops) for r in found.rows] == [
+        ("a", "a/w", 1, 64),
+        ("b", "b/w", 1, 64),
+    ]
+
+
+def test_shapes_inside_shard_map_are_those_of_one_shard():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    spec = PartitionSpec("data")
+
+    def model(params, x):
+        each = lambda x, w: x @ w
+        return jax.shard_map(
+            each, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+        )(x, params["w"])
+
+    rules = [{"weight_qtype": "int8", "act_qtype": "int8"}]
+    args = {"w": jnp.ones((4, 4))}, jnp.ones((16, 4))
+    (row,) = mt.explain(model, mt.QtProvider(rules), *args).rows
+    assert (row.times, row.flops) == (8, 2 * 16 * 4 * 4)
 
 
 def test_a_table_that_is_looked_up():
@@ -260,6 +301,5 @@ def test_the_page_about_it(capsys):
     (table,) = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     assert str(scope["found"]) == table
     assert (
-        "paths near it: ['layers/0/mlp/gate', 'layers/0/mlp/up"
-        in capsys.readouterr().out
+        "paths near it: ['layers/mlp/gate', 'layers/mlp/up" in capsys.readouterr().out
     )

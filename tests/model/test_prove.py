@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import midtread as mt
 from midtread.model.prove import read
+from tests.model import transformers as t
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
 
@@ -152,6 +153,20 @@ def test_loops_count_as_often_as_they_turn():
     found = mt.prove(jax.jit(model.apply), params, x)
     assert found.flops == mt.explain(Stack(), provider, x).totals.flops
     assert [e.times for e in found.contractions] == [7]
+
+
+def test_under_scan_remat_and_vmap():
+    """What was asked is found again inside loops, where XLA renames and fuses."""
+    tokens = jnp.zeros((t.BATCH, t.TOKENS), jnp.int32)
+    provider = mt.QtProvider([{"weight_qtype": "int8", "act_qtype": "int8"}])
+    model = mt.quantize_model(t.LinenTransformer(), provider)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    found = mt.prove(jax.jit(model.apply), params, tokens)
+    low = [e for e in found.contractions if e.verdict == "low"]
+    assert {e.asked for e in low} == {("s8", "s8")} and {e.times for e in low} == {1, 3}
+    assert any("/layers/" in e.name and "experts" in e.name for e in low)
+    wide = [e for e in found.contractions if e.verdict != "low"]
+    assert {e.ran for e in wide} == {("s32", "s32"), ("f32", "f32")}  # ints, the kernel
 
 
 GPU = """HloModule jit_step, is_scheduled=true

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -168,16 +167,13 @@ def load(path: Any, target: Any = None) -> Any:
             m.match(file, manifest, want)
         built, arrays = {}, {}
         for name, entry in manifest["entries"].items():
-            arrays[name] = reader.entry(name, entry)
+            like = {} if want is None else trees.parts(want.entries[name])
+            host = reader.entry(name, entry)
+            arrays[name] = {p: trees.place(a, like.get(p)) for p, a in host.items()}
             try:
                 built[name] = m.build(name, entry, arrays[name])
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{file}: tensor {name!r}: {error}") from error
-            if want is not None:
-                like = trees.parts(want.entries[name])
-                arrays[name] = {
-                    p: trees.place(a, like[p]) for p, a in arrays[name].items()
-                }
     return trees.nest(built) if want is None else want.rebuild(arrays)
 
 
@@ -317,7 +313,7 @@ class _Reader:
         dtype, shape, *_ = self.tensors[name]
         return np.frombuffer(self.bytes(name), dtype).reshape(shape)
 
-    def entry(self, name: str, entry: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def entry(self, name: str, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of an entry, each with the sum it was written with."""
         arrays = {}
         for part, record in entry["parts"].items():
@@ -334,7 +330,7 @@ class _Reader:
                     f"{self.file}: the bytes of tensor {full!r} do not have the sum they were "
                     "written with: the file is damaged, or tensors were exchanged."
                 )
-            arrays[part] = jnp.asarray(_decode(data, record, entry.get("qtype"), part))
+            arrays[part] = _decode(data, record, entry.get("qtype"), part)
         return arrays
 
 

@@ -178,7 +178,7 @@ def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:
     """A tree of float arrays, as any writer names them, in a target that trains on them.
 
     Names may be joined by dots or slashes, and end in 'value' as nnx.State's do. State that
-    only quantization has stays as the target has it, or starts at zero.
+    only quantization has stays as the target has it, or begins as a new model's does.
     """
     found = {}
     for name, array in arrays.items():
@@ -196,8 +196,9 @@ def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:
                 "Load it into the float model, then use quantize_params or quantize_model."
             )
         if name not in found and name in target.optional:
-            here = isinstance(entry, jax.Array)
-            value = entry if here else jnp.zeros(entry.shape, entry.dtype)
+            # scales of delayed fp8 begin at 1, all else at 0
+            first = jnp.full(entry.shape, name.endswith("_scale"), entry.dtype)
+            value = entry if isinstance(entry, jax.Array) else first
         elif name not in found:
             raise ValueError(
                 f"{file} has no tensor {name!r}, which the target has. {near(name, found)}"
