@@ -65,6 +65,12 @@ from midtread.ops.recipe import per_channel as per_channel
 from midtread.ops.recipe import per_tensor as per_tensor
 from midtread.ops.recipe import recipe as recipe
 from midtread.ops.training import Ranges as Ranges
+from midtread.providers.adapters import load_lora as load_lora
+from midtread.providers.adapters import lora_params as lora_params
+from midtread.providers.adapters import merge_lora as merge_lora
+from midtread.providers.adapters import save_lora as save_lora
+from midtread.providers.adapters import unmerge_lora as unmerge_lora
+from midtread.providers.adapters import with_lora as with_lora
 from midtread.providers.delayed import DelayedFp8Provider as DelayedFp8Provider
 from midtread.providers.delayed import accumulate_gradients as accumulate_gradients
 from midtread.providers.delayed import (
@@ -76,12 +82,6 @@ from midtread.providers.inject import remove_float_params as remove_float_params
 from midtread.providers.lora import LoraProvider as LoraProvider
 from midtread.providers.lora import LoraRule as LoraRule
 from midtread.providers.lora import apply_lora_to_model as apply_lora_to_model
-from midtread.providers.lora import load_lora as load_lora
-from midtread.providers.lora import lora_params as lora_params
-from midtread.providers.lora import merge_lora as merge_lora
-from midtread.providers.lora import save_lora as save_lora
-from midtread.providers.lora import unmerge_lora as unmerge_lora
-from midtread.providers.lora import with_lora as with_lora
 from midtread.providers.ptq import PtqProvider as PtqProvider
 from midtread.providers.ptq import quantize_params as quantize_params
 from midtread.providers.qt import QtProvider as QtProvider

@@ -14,12 +14,8 @@ from flax import nnx
 from jax.nn import initializers
 from tolerances import assert_values
 
-from midtread.providers.lora import (
-    LoraProvider,
-    apply_lora_to_model,
-    lora_params,
-    with_lora,
-)
+from midtread.providers.adapters import lora_params, with_lora
+from midtread.providers.lora import LoraProvider, apply_lora_to_model
 
 (qwix,) = peer.load("qwix", "0.1.8", "qwix")
 

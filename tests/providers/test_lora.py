@@ -17,10 +17,7 @@ from jax.sharding import PartitionSpec as P
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
-from midtread.providers.lora import (
-    LoraProvider,
-    LoraRule,
-    apply_lora_to_model,
+from midtread.providers.adapters import (
     load_lora,
     lora_params,
     merge_lora,
@@ -28,6 +25,7 @@ from midtread.providers.lora import (
     unmerge_lora,
     with_lora,
 )
+from midtread.providers.lora import LoraProvider, LoraRule, apply_lora_to_model
 from midtread.providers.ptq import PtqProvider, quantize_params
 from tests.support import mesh
 
@@ -641,3 +639,31 @@ def test_the_page_runs(tmp_path, monkeypatch):
     scope: dict = {}
     for block in blocks:
         exec(block, scope)  # noqa: S102
+
+
+class Turned(nn.Module):
+    """Stores its weight as [out, in]."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", initializers.lecun_normal(), (6, 8))
+        return x @ w.T
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("qtype", [None, "nf4"])
+def test_a_transposed_weight(qtype, jit):
+    wrap = jax.jit if jit else lambda f: f
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    provider = LoraProvider(rank=2, alpha=4.0, weight_qtype=qtype, **NOT_ZERO)
+    model = apply_lora_to_model(Turned(), provider)
+    params = wrap(model.init)(jax.random.key(0), x)["params"]
+    assert params["w_lora_a"].shape == (8, 2) and params["w_lora_b"].shape == (2, 6)
+    out = wrap(model.apply)({"params": params}, x)
+    merged = merge_lora(params, provider)
+    assert merged["w"].shape == (6, 8)
+    whole = Turned().apply({"params": merged}, x)
+    np.testing.assert_allclose(out, whole, atol=1e-5)
+    alone = np.asarray(params["w"]) if qtype is None else None
+    if alone is not None:
+        assert not np.allclose(out, x @ alone.T, atol=1e-2)

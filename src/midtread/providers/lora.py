@@ -10,25 +10,21 @@ W: those it has in common with x go to A, the rest to B, and both get one of ext
     dot_general                  A  [batch.., in, r]     B  [batch.., r, out]
     convolution, channels last   A  [window.., in, r]    B  [r, out]
 
-Gradients reach A, B and x. Afterwards: `merge_lora` makes one weight of the three,
-`lora_params` takes the adapters alone, `save_lora` and `load_lora` move them.
+Gradients reach A, B and x. What to do with the adapters afterwards: adapters.py.
 """
 
 import contextlib
 import dataclasses
-import json
 import math
 import numbers
 import string
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax.nn import initializers
@@ -38,11 +34,11 @@ from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
-from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden
+from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, dequantize
+from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
-from midtread.providers.ptq import PtqProvider, _open, _quantize_like
+from midtread.providers.ptq import PtqProvider, _open
 
 HE_UNIFORM = initializers.he_uniform()
 
@@ -87,7 +83,7 @@ class LoraRule(QuantizationRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Factors:
+class Factors:
     """How A and B share out the axes of a weight. A string per axis of A and B: the
     weight's labels that are flattened into it, or the rank's."""
 
@@ -97,6 +93,8 @@ class _Factors:
     extents: Mapping[str, int]
     scale: float
     groups: int = 1  # of a grouped convolution
+    # Axis i of the operand is the weight's turn[i]; () for i, None if that is not known.
+    turn: tuple[int, ...] | None = ()
 
     def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
         return tuple(math.prod(self.extents[x] for x in axis) for axis in axes)
@@ -112,11 +110,13 @@ class _Factors:
         return tuple(places.get(axis[:1]) for axis in axes)
 
     def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """What the adapters add to the weight, in float32."""
+        """What the adapters add to the weight as it is stored, in float32."""
         a, b = (
             self.split(jnp.float32(x), axes) for x, axes in ((a, self.a), (b, self.b))
         )
-        product = f"...{''.join(self.a)},...{''.join(self.b)}->...{self.weight}"
+        turn = self.turn or range(len(self.weight))
+        stored = "".join(label for _, label in sorted(zip(turn, self.weight)))
+        product = f"...{''.join(self.a)},...{''.join(self.b)}->...{stored}"
         return jnp.einsum(product, a, b, precision="highest") * self.scale
 
 
@@ -144,7 +144,7 @@ class LoraProvider(PtqProvider):
             )
         rules = [fields] if rules is None else rules
         super().__init__(rules, disable_jit=disable_jit, strict=strict)
-        self._factors: dict[str, _Factors] = {}  # by the weight's path
+        self._factors: dict[str, Factors] = {}  # by the weight's path
         self._plan: dict | None = None  # adapters to make, while a model is prepared
         self._method = "__call__"
 
@@ -264,21 +264,22 @@ class LoraProvider(PtqProvider):
     def _here(self) -> str:
         return repr(flaxlib.path_of(intercept.current_module()))
 
-    def _find(self, op: str, x: Any) -> tuple[LoraRule, str] | None:
-        """The rule and the weight's name, where there are to be adapters."""
+    def _find(self, op: str, x: Any) -> tuple[LoraRule, str, Any] | None:
+        """The rule, the weight's name and how it is turned, where adapters are to be."""
         rule = self._rule_for(op)
         if not isinstance(rule, LoraRule):
             return None
-        name = _weight_name(intercept.current_module(), x)
-        return None if name is None else (rule, name)
+        found = _weight_of(intercept.current_module(), x)
+        return None if found is None else (rule, *found)
 
     def _add_delta(
-        self, out: jax.Array, x: Any, rule, name: str, factors: _Factors, delta
+        self, out: jax.Array, x: Any, rule, name: str, turn, factors: Factors, delta
     ) -> jax.Array:
         module, x = intercept.current_module(), _open(x)
         if isinstance(x, QArray):  # two weights
             return out
-        self._factors[_join(flaxlib.path_of(module), name)] = factors
+        factors = dataclasses.replace(factors, turn=turn)
+        self._factors[join(flaxlib.path_of(module), name)] = factors
         a, b = (
             self._adapter(module, rule, name, suffix, factors, axes, init)
             for suffix, axes, init in zip(
@@ -328,7 +329,7 @@ class LoraProvider(PtqProvider):
         held = flaxlib.unbox(held)
         if held.shape != shape:
             raise ValueError(
-                f"{_join(flaxlib.path_of(module), name)} has shape {held.shape}, but the "
+                f"{join(flaxlib.path_of(module), name)} has shape {held.shape}, but the "
                 f"rule's rank {rule.rank} asks for {shape}."
             )
         return held
@@ -347,7 +348,7 @@ class LoraProvider(PtqProvider):
         for (*path, name), make in (self._plan or {}).items():
             if self._rngs is None:
                 raise ValueError(
-                    f"no random numbers to make {_join(*path, name)} with: pass "
+                    f"no random numbers to make {join(*path, name)} with: pass "
                     "rngs=nnx.Rngs(...)."
                 )
             module, key = modules[tuple(path)], self._rngs.params()
@@ -391,22 +392,23 @@ class _Maker:
             names: dict[Any, Any] = dict(enumerate(sharding.spec))  # may be fewer
             spec = PartitionSpec(*(names.get(o) for o in origins))
             value = jax.device_put(value, NamedSharding(sharding.mesh, spec))
-        return _lora_variable(flaxlib.like(base, value, origins))
+        return as_lora_variable(flaxlib.like(base, value, origins))
 
 
-def _lora_variable(box: Any) -> Any:
+def as_lora_variable(box: Any) -> Any:
     if not isinstance(box, nnx.Variable):
         return box
     return nnx.LoRAParam.from_metadata(box.get_raw_value(), box.get_metadata())
 
 
-def _factors(rule, labels, shape, a, b, rank) -> _Factors:
+def _factors(rule, labels, shape, a, b, rank) -> Factors:
     extents = {**dict(zip(labels, shape)), rank: int(rule.rank)}
-    return _Factors("".join(labels), tuple(a), tuple(b), extents, rule.scale)
+    return Factors("".join(labels), tuple(a), tuple(b), extents, rule.scale)
 
 
 def _frozen(x: Any) -> Any:
-    return x if isinstance(x, WithAux) else jax.lax.stop_gradient(flaxlib.unbox(x))
+    boxed = isinstance(x, WithAux | QArray)
+    return x if boxed else jax.lax.stop_gradient(flaxlib.unbox(x))
 
 
 def _variable(module: Any, name: str) -> Any:
@@ -415,29 +417,32 @@ def _variable(module: Any, name: str) -> Any:
     return getattr(module, name, None)
 
 
-def _weight_name(module: Any, x: Any) -> str | None:
-    """The name of the parameter that `x` is, in a box or not."""
-    if not isinstance(x, WithAux):
-        return find_param(module, x) if hasattr(x, "shape") else None
+def _weight_of(module: Any, x: Any) -> tuple[str, Any] | None:
+    """(name, turn) of the parameter that `x` is, in a box or not."""
+    if not isinstance(x, WithAux | QArray):
+        name = find_param(module, x) if hasattr(x, "shape") else None
+        return None if name is None else (name, turn_of(module, name, x))
     in_linen = isinstance(module, nn.Module)
     held = module.variables.get("params", {}) if in_linen else vars(module)
     held = {k: flaxlib.unbox(v) for k, v in held.items() if isinstance(v, WithAux)}
     codes = {name: v.array.qvalue for name, v in held.items() if _is_weight(v)}
     by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
-    last = None
-    for last in intercept.ancestors(flaxlib.unbox(x).array.qvalue):
+    last, unboxed = None, flaxlib.unbox(x)
+    qvalue = unboxed.qvalue if isinstance(unboxed, QArray) else unboxed.array.qvalue
+    for last, turn in intercept.turned_ancestors(qvalue):
         if id(last) in by_id:
-            return by_id[id(last)]
+            return by_id[id(last)], turn
     if not origin_is_hidden(last, codes):
         return None
-    return next((name for name in codes if held[name].shape == x.shape), None)
+    names = (name for name in codes if held[name].shape == x.shape)
+    return next(((name, ()) for name in names), None)
 
 
 def _is_weight(box: WithAux) -> bool:
     return isinstance(flaxlib.unbox(box.array), QArray)
 
 
-def _join(*path: Any) -> str:
+def join(*path: Any) -> str:
     return "/".join(str(part) for part in path if part != "")
 
 
@@ -459,236 +464,3 @@ def apply_lora_to_model(
     return quantize_model(
         model, provider, *model_inputs, methods=methods, **model_inputs_kwargs
     )
-
-
-# --- adapters as a tree of their own ----------------------------------------------------------
-# A "tree" is a nested dict of Linen parameters, or of variables with 'params' on top, or an
-# NNX model.
-
-
-def lora_params(tree: Any) -> dict:
-    """The adapters alone: a nested dict of arrays, named as in the model."""
-    found = {p: v for p, v in _flat(tree).items() if str(p[-1]).endswith(ADAPTERS)}
-    if isinstance(tree, nnx.Module):
-        found = {p: flaxlib.unbox(v) for p, v in found.items()}
-    return flax.traverse_util.unflatten_dict(found)
-
-
-def with_lora(tree: Any, adapters: Any) -> Any:
-    """The tree with these adapters, in place of its own or beside weights without any."""
-    flat, changes = _flat(tree), {}
-    places = {_key(path): path for path in flat}
-    for path, value in _flat(adapters).items():
-        key = _key(path)
-        weight = key.removesuffix(ADAPTERS[0]).removesuffix(ADAPTERS[1])
-        if weight == key or weight not in places:
-            raise ValueError(f"{key} is not an adapter of this model's.")
-        place = places.get(key, (*places[weight][:-1], path[-1]))
-        held = flat.get(place)
-        if held is None:
-            base = flat[places[weight]]
-            base = base.array.qvalue if isinstance(base, WithAux) else base
-            unnamed = (None,) * value.ndim
-            changes[place] = _lora_variable(flaxlib.like(base, value, unnamed))
-            continue
-        _check_shape(key, value, flaxlib.unbox(held))
-        is_boxed = isinstance(value, nn.meta.AxisMetadata)
-        changes[place] = value if is_boxed else flaxlib.like(held, value)
-    return _changed(tree, changes)
-
-
-def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -> Any:
-    """W + A B alpha / rank in the place of the three, for a model without adapters.
-
-    Args:
-        provider: has run the model (init, apply or apply_lora_to_model); it knows which
-            axes are whose, and alpha.
-        requantize: quantize merged weights as they were before; else they are float.
-    """
-    flat, changes, any_boxed = _flat(tree), {}, False
-    for path, a, b in _pairs(flat):
-        held, factors = flat[path], _known(provider, path)
-        delta = factors.delta(flaxlib.unbox(flat[a]), flaxlib.unbox(flat[b]))
-        any_boxed |= isinstance(held, WithAux)
-        changes |= {path: _plus(held, delta, requantize), a: None, b: None}
-    if requantize and not any_boxed:
-        raise ValueError("requantize=True, but no weight with adapters is quantized.")
-    out = _changed(tree, changes)
-    if isinstance(out, nnx.Module):
-        _release(out, provider)
-    return out
-
-
-def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
-    """Undoes merge_lora for float weights, up to their rounding."""
-    flat, changes = _flat(tree), {}
-    places = {_key(path): path for path in flat}
-    own = _flat(adapters)
-    for path, a, b in _pairs(own, places):
-        held = flat[path]
-        if isinstance(held, WithAux):
-            raise ValueError(  # noqa: TRY004
-                f"{_key(path)} is quantized: what was added to it cannot be taken away. "
-                "Keep the weight it was merged from."
-            )
-        delta = _known(provider, path).delta(
-            flaxlib.unbox(own[a]), flaxlib.unbox(own[b])
-        )
-        changes[path] = _plus(held, -delta, False)
-    out = with_lora(_changed(tree, changes), adapters)
-    if isinstance(out, nnx.Module):
-        flaxlib.adopt_nnx(out, provider, provider._method)
-        flaxlib.set_on_all(out, **{flaxlib.RNGS: None})
-    return out
-
-
-def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
-    """Writes the adapters to a .npz file, with their ranks and alphas."""
-    flat = _flat(lora_params(tree))
-    arrays = {_key(p): np.asarray(flaxlib.unbox(v)) for p, v in flat.items()}
-    header = {
-        "kind": _KIND,
-        "version": 1,
-        "dtypes": {name: x.dtype.name for name, x in arrays.items()},
-        "scales": {_key(p): _known(provider, p).scale for p, _, _ in _pairs(flat, {})},
-    }
-    # numpy would write a bfloat16 as two bytes of nothing in particular
-    plain = {k: x.view(f"uint{8 * x.itemsize}") for k, x in arrays.items()}
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with open(path, "wb") as file:
-        np.savez(file, **{_HEADER: text}, **plain)
-
-
-def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
-    """The tree with the adapters of a file, in the dtypes of its own.
-
-    Names, shapes and alpha / rank must be those of the model.
-    """
-    try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-            header = json.loads(file[_HEADER].tobytes())
-            if (header["kind"], header["version"]) != (_KIND, 1):
-                raise ValueError(f"a {header['kind']!r}, version {header['version']}")
-            saved = {k: file[k].view(d) for k, d in header["dtypes"].items()}
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a file of adapters: {error}.") from None
-    own = _flat(lora_params(tree))
-    names = {_key(p) for p in own}
-    for name in sorted(names ^ saved.keys()):
-        where = ("the model", path) if name in names else (path, "the model")
-        raise ValueError(f"{name} is in {where[0]}, but not in {where[1]}.")
-    for weight, scale in header["scales"].items():
-        factors = provider._factors.get(weight)
-        if factors is not None and not math.isclose(factors.scale, scale):
-            raise ValueError(
-                f"{weight}: {path} was trained with alpha / rank {scale}, the rule's is "
-                f"{factors.scale}."
-            )
-    loaded = {}
-    for place, value in own.items():
-        new = saved[_key(place)]
-        _check_shape(_key(place), new, flaxlib.unbox(value))
-        loaded[place] = jnp.asarray(new).astype(flaxlib.unbox(value).dtype)
-    return with_lora(tree, flax.traverse_util.unflatten_dict(loaded))
-
-
-_KIND, _HEADER = "midtread lora", "header"
-
-
-def _flat(tree: Any) -> dict[tuple, Any]:
-    """{path: parameter}, in its box."""
-    if isinstance(tree, nnx.Module):
-        return {
-            (*path, name): value
-            for path, module in nnx.iter_modules(tree)
-            for name, value in vars(module).items()
-            if isinstance(value, nnx.Variable | WithAux)
-        }
-    return flax.traverse_util.flatten_dict(flax.core.unfreeze(tree))
-
-
-def _key(path: Sequence[Any]) -> str:
-    return _join(*path).removeprefix("params/")
-
-
-def _changed(tree: Any, changes: dict[tuple, Any]) -> Any:
-    """A tree with other values at some paths; None takes one out."""
-    if not isinstance(tree, nnx.Module):
-        flat = {**_flat(tree), **changes}
-        kept = {path: v for path, v in flat.items() if v is not None}
-        return flax.traverse_util.unflatten_dict(kept)
-    model = nnx.merge(*nnx.split(tree))
-    modules = dict(nnx.iter_modules(model))
-    for (*path, name), value in changes.items():
-        module = modules[tuple(path)]
-        delattr(module, name) if value is None else setattr(module, name, value)
-    return model
-
-
-def _pairs(flat: dict, weights: dict | None = None):
-    """(path of a weight, of its A, of its B), for every A."""
-    for a in [path for path in flat if str(path[-1]).endswith(ADAPTERS[0])]:
-        name = a[-1].removesuffix(ADAPTERS[0])
-        path, b = (*a[:-1], name), (*a[:-1], name + ADAPTERS[1])
-        if weights:
-            path = weights.get(_key(path), path)
-        if b not in flat:
-            raise ValueError(f"{_key(a)} has no {_key(b)} beside it.")
-        if weights is None and path not in flat:
-            raise ValueError(f"{_key(a)} has no weight {_key(path)} beside it.")
-        yield path, a, b
-
-
-def _known(provider: LoraProvider, path: Sequence[Any]) -> _Factors:
-    factors = provider._factors.get(_key(path))
-    if factors is None:
-        raise ValueError(
-            f"{_key(path)}: this provider has not seen the model yet. Run its init or "
-            "apply first; jax.eval_shape will do."
-        )
-    if factors.groups > 1:
-        raise ValueError(
-            f"{_key(path)}: adapters of a grouped convolution mix its groups, which no "
-            "single kernel does."
-        )
-    return factors
-
-
-def _plus(held: Any, delta: jax.Array, requantize: bool) -> Any:
-    """A weight plus delta, in the weight's box."""
-    if not isinstance(held, WithAux):
-        weight = flaxlib.unbox(held)
-        total = weight.astype(jnp.float32) + delta.reshape(weight.shape)
-        return flaxlib.like(held, total.astype(weight.dtype))
-    array = flaxlib.unbox(held.array)
-    total = dequantize(array).astype(jnp.float32) + delta.reshape(array.shape)
-    total = total.astype(array.dtype)
-    box = held.array.qvalue
-    if not requantize:
-        return flaxlib.like(box, total)
-    made = WithAux(_quantize_like(held, total), held.how)
-    return jax.tree.map(lambda v: flaxlib.like(box, v), made)
-
-
-def _check_shape(name: str, new: Any, held: Any) -> None:
-    if tuple(new.shape) != tuple(held.shape):
-        raise ValueError(
-            f"{name} has shape {tuple(held.shape)} in the model, but {tuple(new.shape)} "
-            "is given."
-        )
-
-
-def _release(model: nnx.Module, provider: LoraProvider) -> None:
-    """Gives a model its own classes back; one with quantized weights runs under PTQ."""
-    boxed = any(isinstance(v, WithAux) for v in _flat(model).values())
-    for _, module in nnx.iter_modules(model):
-        module.__class__ = getattr(type(module), "_unquantized_type", type(module))
-        for name in [k for k in vars(module) if k.endswith("_lora_einsum_str")]:
-            delattr(module, name)
-    if boxed:
-        kept = lambda r: {
-            "weight_qtype": None,
-            "act_static_scale": r.act_static_scale or None,
-        }
-        rules = [dataclasses.replace(r, **kept(r)) for r in provider._rules]
-        flaxlib.adopt_nnx(model, PtqProvider(rules), provider._method)

@@ -250,7 +250,7 @@ class PtqProvider(QuantizationProvider):
                 if isinstance(box, WithAux) and isinstance(
                     flaxlib.unbox(box.array), QArray
                 ):
-                    value = _quantize_like(box, flaxlib.unbox(held))
+                    value = quantize_like(box, flaxlib.unbox(held))
                     made = WithAux(value, box.how)
                     setattr(
                         module,
@@ -275,7 +275,7 @@ def _quantize_jit(how: Spec, stacked: int, x: jax.Array) -> QArray:
     return quantize(x)
 
 
-def _quantize_like(box: WithAux, x: jax.Array) -> QArray:
+def quantize_like(box: WithAux, x: jax.Array) -> QArray:
     """Quantizes as the box says. Layers under scan are one array with axes in front that
     the layer, and so its Spec, does not know: as many as give the box's shapes."""
     target = flaxlib.unbox(box.array)
@@ -341,7 +341,7 @@ def quantize_params(
                 continue
             raise ValueError(f"{path} is not found in the abstract_quantized_params.")
         if isinstance(target, WithAux):
-            value = _quantize_like(target, param)
+            value = quantize_like(target, param)
             param = WithAux(value, target.how)
         out[path] = param
     out |= _static_scales(abstract_quantized_params, quant_stats or {})

@@ -1,0 +1,262 @@
+"""Adapters as a tree of their own: take them out, put them in, merge them, keep them.
+
+    W + A B alpha / rank        merge_lora: one weight in the place of the three
+    lora_params, with_lora      the adapters of a model, a model with other adapters
+    save_lora, load_lora        a file of adapters alone, checked against the model
+
+A "tree" is a nested dict of Linen parameters, or of variables with 'params' on top, or an
+NNX model.
+"""
+
+import dataclasses
+import json
+import math
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
+from midtread.model.weights import ADAPTERS
+from midtread.numerics.qarray import dequantize
+from midtread.providers.lora import Factors, LoraProvider, as_lora_variable, join
+from midtread.providers.ptq import PtqProvider, quantize_like
+
+_KIND, _HEADER = "midtread lora", "header"
+
+
+def lora_params(tree: Any) -> dict:
+    """The adapters alone: a nested dict of arrays, named as in the model."""
+    found = {p: v for p, v in _flat(tree).items() if str(p[-1]).endswith(ADAPTERS)}
+    if isinstance(tree, nnx.Module):
+        found = {p: flaxlib.unbox(v) for p, v in found.items()}
+    return flax.traverse_util.unflatten_dict(found)
+
+
+def with_lora(tree: Any, adapters: Any) -> Any:
+    """The tree with these adapters, in place of its own or beside weights without any."""
+    flat, changes = _flat(tree), {}
+    places = {_key(path): path for path in flat}
+    for path, value in _flat(adapters).items():
+        key = _key(path)
+        weight = key.removesuffix(ADAPTERS[0]).removesuffix(ADAPTERS[1])
+        if weight == key or weight not in places:
+            raise ValueError(f"{key} is not an adapter of this model's.")
+        place = places.get(key, (*places[weight][:-1], path[-1]))
+        held = flat.get(place)
+        if held is None:
+            base = flat[places[weight]]
+            base = base.array.qvalue if isinstance(base, WithAux) else base
+            unnamed = (None,) * value.ndim
+            changes[place] = as_lora_variable(flaxlib.like(base, value, unnamed))
+            continue
+        _check_shape(key, value, flaxlib.unbox(held))
+        is_boxed = isinstance(value, nn.meta.AxisMetadata)
+        changes[place] = value if is_boxed else flaxlib.like(held, value)
+    return _changed(tree, changes)
+
+
+def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -> Any:
+    """W + A B alpha / rank in the place of the three, for a model without adapters.
+
+    Args:
+        provider: has run the model (init, apply or apply_lora_to_model); it knows which
+            axes are whose, and alpha.
+        requantize: quantize merged weights as they were before; else they are float.
+    """
+    flat, changes, any_boxed = _flat(tree), {}, False
+    for path, a, b in _pairs(flat):
+        held, factors = flat[path], _known(provider, path)
+        delta = factors.delta(flaxlib.unbox(flat[a]), flaxlib.unbox(flat[b]))
+        any_boxed |= isinstance(held, WithAux)
+        changes |= {path: _plus(held, delta, requantize), a: None, b: None}
+    if requantize and not any_boxed:
+        raise ValueError("requantize=True, but no weight with adapters is quantized.")
+    out = _changed(tree, changes)
+    if isinstance(out, nnx.Module):
+        _release(out, provider)
+    return out
+
+
+def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
+    """Undoes merge_lora for float weights, up to their rounding."""
+    flat, changes = _flat(tree), {}
+    places = {_key(path): path for path in flat}
+    own = _flat(adapters)
+    for path, a, b in _pairs(own, places):
+        held = flat[path]
+        if isinstance(held, WithAux):
+            raise ValueError(  # noqa: TRY004
+                f"{_key(path)} is quantized: what was added to it cannot be taken away. "
+                "Keep the weight it was merged from."
+            )
+        delta = _known(provider, path).delta(
+            flaxlib.unbox(own[a]), flaxlib.unbox(own[b])
+        )
+        changes[path] = _plus(held, -delta, False)
+    out = with_lora(_changed(tree, changes), adapters)
+    if isinstance(out, nnx.Module):
+        flaxlib.adopt_nnx(out, provider, provider._method)
+        flaxlib.set_on_all(out, **{flaxlib.RNGS: None})
+    return out
+
+
+def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
+    """Writes the adapters to a .npz file, with their ranks and alphas."""
+    flat = _flat(lora_params(tree))
+    arrays = {_key(p): np.asarray(flaxlib.unbox(v)) for p, v in flat.items()}
+    header = {
+        "kind": _KIND,
+        "version": 1,
+        "dtypes": {name: x.dtype.name for name, x in arrays.items()},
+        "scales": {_key(p): _known(provider, p).scale for p, _, _ in _pairs(flat, {})},
+    }
+    # numpy would write a bfloat16 as two bytes of nothing in particular
+    plain = {k: x.view(f"uint{8 * x.itemsize}") for k, x in arrays.items()}
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with open(path, "wb") as file:
+        np.savez(file, **{_HEADER: text}, **plain)
+
+
+def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
+    """The tree with the adapters of a file, in the dtypes of its own.
+
+    Names, shapes and alpha / rank must be those of the model.
+    """
+    try:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            header = json.loads(file[_HEADER].tobytes())
+            if (header["kind"], header["version"]) != (_KIND, 1):
+                raise ValueError(f"a {header['kind']!r}, version {header['version']}")
+            saved = {k: file[k].view(d) for k, d in header["dtypes"].items()}
+    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a file of adapters: {error}.") from None
+    own = _flat(lora_params(tree))
+    names = {_key(p) for p in own}
+    for name in sorted(names ^ saved.keys()):
+        where = ("the model", path) if name in names else (path, "the model")
+        raise ValueError(f"{name} is in {where[0]}, but not in {where[1]}.")
+    for weight, scale in header["scales"].items():
+        factors = provider._factors.get(weight)
+        if factors is not None and not math.isclose(factors.scale, scale):
+            raise ValueError(
+                f"{weight}: {path} was trained with alpha / rank {scale}, the rule's is "
+                f"{factors.scale}."
+            )
+    loaded = {}
+    for place, value in own.items():
+        new = saved[_key(place)]
+        _check_shape(_key(place), new, flaxlib.unbox(value))
+        loaded[place] = jnp.asarray(new).astype(flaxlib.unbox(value).dtype)
+    return with_lora(tree, flax.traverse_util.unflatten_dict(loaded))
+
+
+def _flat(tree: Any) -> dict[tuple, Any]:
+    """{path: parameter}, in its box."""
+    if isinstance(tree, nnx.Module):
+        return {
+            (*path, name): value
+            for path, module in nnx.iter_modules(tree)
+            for name, value in vars(module).items()
+            if isinstance(value, nnx.Variable | WithAux)
+        }
+    return flax.traverse_util.flatten_dict(flax.core.unfreeze(tree))
+
+
+def _key(path: Sequence[Any]) -> str:
+    return join(*path).removeprefix("params/")
+
+
+def _changed(tree: Any, changes: dict[tuple, Any]) -> Any:
+    """A tree with other values at some paths; None takes one out."""
+    if not isinstance(tree, nnx.Module):
+        flat = {**_flat(tree), **changes}
+        kept = {path: v for path, v in flat.items() if v is not None}
+        return flax.traverse_util.unflatten_dict(kept)
+    model = nnx.merge(*nnx.split(tree))
+    modules = dict(nnx.iter_modules(model))
+    for (*path, name), value in changes.items():
+        module = modules[tuple(path)]
+        delattr(module, name) if value is None else setattr(module, name, value)
+    return model
+
+
+def _pairs(flat: dict, weights: dict | None = None):
+    """(path of a weight, of its A, of its B), for every A."""
+    for a in [path for path in flat if str(path[-1]).endswith(ADAPTERS[0])]:
+        name = a[-1].removesuffix(ADAPTERS[0])
+        path, b = (*a[:-1], name), (*a[:-1], name + ADAPTERS[1])
+        if weights:
+            path = weights.get(_key(path), path)
+        if b not in flat:
+            raise ValueError(f"{_key(a)} has no {_key(b)} beside it.")
+        if weights is None and path not in flat:
+            raise ValueError(f"{_key(a)} has no weight {_key(path)} beside it.")
+        yield path, a, b
+
+
+def _known(provider: LoraProvider, path: Sequence[Any]) -> Factors:
+    factors = provider._factors.get(_key(path))
+    if factors is None:
+        raise ValueError(
+            f"{_key(path)}: this provider has not seen the model yet. Run its init or "
+            "apply first; jax.eval_shape will do."
+        )
+    if factors.turn is None:
+        raise ValueError(
+            f"{_key(path)} reaches its matmul as a reshape of a transpose: which element "
+            "of it a correction belongs to is not known."
+        )
+    if factors.groups > 1:
+        raise ValueError(
+            f"{_key(path)}: adapters of a grouped convolution mix its groups, which no "
+            "single kernel does."
+        )
+    return factors
+
+
+def _plus(held: Any, delta: jax.Array, requantize: bool) -> Any:
+    """A weight plus delta, in the weight's box."""
+    if not isinstance(held, WithAux):
+        weight = flaxlib.unbox(held)
+        total = weight.astype(jnp.float32) + delta.reshape(weight.shape)
+        return flaxlib.like(held, total.astype(weight.dtype))
+    array = flaxlib.unbox(held.array)
+    total = dequantize(array).astype(jnp.float32) + delta.reshape(array.shape)
+    total = total.astype(array.dtype)
+    box = held.array.qvalue
+    if not requantize:
+        return flaxlib.like(box, total)
+    made = WithAux(quantize_like(held, total), held.how)
+    return jax.tree.map(lambda v: flaxlib.like(box, v), made)
+
+
+def _check_shape(name: str, new: Any, held: Any) -> None:
+    if tuple(new.shape) != tuple(held.shape):
+        raise ValueError(
+            f"{name} has shape {tuple(held.shape)} in the model, but {tuple(new.shape)} "
+            "is given."
+        )
+
+
+def _release(model: nnx.Module, provider: LoraProvider) -> None:
+    """Gives a model its own classes back; one with quantized weights runs under PTQ."""
+    boxed = any(isinstance(v, WithAux) for v in _flat(model).values())
+    for _, module in nnx.iter_modules(model):
+        module.__class__ = getattr(type(module), "_unquantized_type", type(module))
+        for name in [k for k in vars(module) if k.endswith("_lora_einsum_str")]:
+            delattr(module, name)
+    if boxed:
+        kept = lambda r: {
+            "weight_qtype": None,
+            "act_static_scale": r.act_static_scale or None,
+        }
+        rules = [dataclasses.replace(r, **kept(r)) for r in provider._rules]
+        flaxlib.adopt_nnx(model, PtqProvider(rules), provider._method)
