@@ -178,6 +178,15 @@ def test_convolutions_and_functions():
     assert found.totals.weight_share == 1
 
 
+def test_what_the_platform_emulates_is_marked():
+    x = jnp.ones((8, 256))
+    for qtype, emulated in (("int8", False), ("int4", True), ("nf4", True)):
+        rules = [{"weight_qtype": qtype, "act_qtype": qtype}]
+        found = mt.explain(nn.Dense(128), mt.QtProvider(rules), x)
+        assert found.rows[0].is_emulated == emulated
+        assert ("* 1 contraction emulated" in str(found)) == emulated
+
+
 def test_a_trace_that_two_modules_share():
     """JAX traces `inner` once; each module has its own row, and its own weight."""
     inner = jax.jit(lambda x, w: x @ w)

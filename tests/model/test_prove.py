@@ -190,6 +190,7 @@ ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,
   %up.1 = f16[32,128]{1,0} convert(%b)
   %slow = f16[64,32]{1,0} custom-call(%up, %up.1), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/odd/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
   %ours = bf16[64,32]{1,0} custom-call(%up, %e), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/w4_kernel"}
+  %quantized = s8[64,128]{1,0} custom-call(%up, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_kernel"}
   %start = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%ours), dimensions={0}, metadata={op_name="jit(step)/gather"}
   ROOT %done = bf16[64,32]{1,0} all-gather-done(%start)
 }

@@ -64,6 +64,7 @@ class Row:
     note: str = ""
     quantized: tuple[bool, bool, bool] = (False, False, False)  # fwd, dlhs, drhs
     is_opaque: bool = False
+    is_emulated: bool = False  # both operands are codes, multiplied in a wider dtype
 
     @property
     def is_quantized(self) -> bool:
@@ -89,6 +90,7 @@ class Totals:
     quantized_weight_bytes: int
     stored_weight_bytes: int
     outside_bytes: int  # of parameters that no row names
+    emulated: int
 
     @property
     def flops_share(self) -> float:
@@ -112,6 +114,11 @@ class Totals:
             part = 100 * share(self.quantized_backward_flops, self.backward_flops)
             lines.append(
                 f"{part:.1f}% of {human(self.backward_flops, 'FLOP')} quantized in the backward"
+            )
+        if self.emulated:
+            lines.append(
+                f"* {_count(self.emulated, 'contraction')} emulated: this platform does not "
+                "multiply the format itself, and gains no speed from it"
             )
         if self.outside_bytes:
             lines.append(
@@ -154,6 +161,7 @@ class Coverage:
                 p.nbytes for k, p in self.params.items() if k in self._quantized_weights
             ),
             stored_weight_bytes=sum(p.stored for p in self.params.values()),
+            emulated=sum(r.is_emulated for r in real),
             outside_bytes=sum(
                 p.nbytes for k, p in self.params.items() if k not in named
             ),
@@ -177,7 +185,7 @@ class Coverage:
         lines = [list(columns)]
         for group in _groups(self.rows):
             lines.append([column(group) for column in columns.values()])
-        numbers = {i for i, k in enumerate(columns) if k in ("times", "FLOP")}
+        numbers = {i for i, k in enumerate(columns) if k in ("times", "FLOP", "bytes")}
         return "\n".join([table(lines, numbers), "", str(self.totals)])
 
     __repr__ = __str__
@@ -252,8 +260,9 @@ COLUMNS = {
     "forward": _pair("fwd"),
     "dlhs": _pair("dlhs"),
     "drhs": _pair("drhs"),
-    "runs as": lambda rows: rows[0].runs_as or "-",
+    "runs as": lambda rows: (rows[0].runs_as or "-") + "*" * rows[0].is_emulated,
     "FLOP": lambda rows: human(sum(r.flops for r in rows), ""),
+    "bytes": lambda rows: human(sum(r.bytes for r in rows), "B"),
     "weight": _weight,
     "left alone because": _why,
 }

@@ -12,9 +12,10 @@ opened inside of the innermost trace: the stacks of the calls around it stand be
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -114,6 +115,13 @@ def kernel_name(eqn: Any) -> str:
     body = eqn.params.get("jaxpr")
     source = getattr(getattr(body, "debug_info", None), "func_src_info", None)
     return source.split(" at ")[0] if source else eqn.primitive.name
+
+
+def may_multiply(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a kernel with operands like these can be a matmul: two of them are matrices
+    that have an extent in common. One that quantizes has one, and vectors."""
+    matrices = [{n for n in shape if n > 1} for shape in shapes if len(shape) > 1]
+    return any(a & b for a, b in itertools.combinations(matrices, 2))
 
 
 # --- floating-point operations: a multiplication and an addition per product ------------------

@@ -21,7 +21,7 @@ from midtread.model.provider import OPS
 from midtread.model.weights import find_param
 from midtread.numerics import views
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.formats import as_format, dtype_bits
+from midtread.numerics.formats import Format, as_format, dtype_bits
 from midtread.numerics.qarray import QArray
 from midtread.ops.recipe import REUSE, Recipe
 from midtread.ops.witness import PREFIX
@@ -159,7 +159,8 @@ class Ledger:
             if entry is None:
                 continue
             if f.name in jaxprs.OPAQUE:
-                runs[number] = f"kernel {jaxprs.kernel_name(f.eqn)}"
+                if jaxprs.may_multiply([v.aval.shape for v in f.eqn.invars]):
+                    runs[number] = f"kernel {jaxprs.kernel_name(f.eqn)}"
             elif f.name in jaxprs.CONTRACTIONS:
                 most[number] = max(f, most.get(number, f), key=lambda f: f.flops)
         for number, f in most.items():
@@ -212,6 +213,7 @@ class Ledger:
             dlhs=_texts(dlhs),
             drhs=_texts(drhs),
             runs_as=runs,
+            is_emulated=_is_emulated(fwd, runs),
             times=times,
             flops=times * _flops(entry),
             bytes=times * sum(o.nbytes for o in fwd),
@@ -349,6 +351,7 @@ class _Operand:
     text: str
     quantized: bool
     nbytes: int = 0
+    dtype: str = ""  # that its codes are multiplied in where nothing is emulated
 
 
 def _operand(x: Any, spec: Any) -> _Operand:
@@ -359,10 +362,24 @@ def _operand(x: Any, spec: Any) -> _Operand:
             str(x.scale_tile_shape[a]) for a in sorted(views.tiled_axes(x))
         )
         text = f"{x.format.name}/{tiles}" if tiles else x.format.name
-        return _Operand(text, True, math.ceil(size * x.format.bits / 8))
+        fmt = x.format
+        return _Operand(text, True, _packed(size, fmt), dtype_text(fmt.dtype))
     if spec is not None and _is_float(x):
-        return _Operand(spec_text(spec), True, math.ceil(size * spec.format.bits / 8))
+        fmt = spec.format
+        text = spec_text(spec)
+        return _Operand(text, True, _packed(size, fmt), dtype_text(fmt.dtype))
     return _Operand(dtype_text(x.dtype), False, size * dtype_bits(x.dtype) // 8)
+
+
+def _packed(size: int, fmt: Format) -> int:
+    return math.ceil(size * fmt.bits / 8)
+
+
+def _is_emulated(operands: tuple[_Operand, _Operand], runs: str) -> bool:
+    """Codes on both sides, but other dtypes are multiplied."""
+    if not all(o.quantized for o in operands) or runs.startswith("kernel"):
+        return False
+    return sorted(o.dtype for o in operands) != sorted(runs.split(" x "))
 
 
 def _slot(x: Any, slot: Any, forward: _Operand) -> _Operand:

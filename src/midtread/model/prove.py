@@ -33,6 +33,7 @@ from typing import Any
 from midtread.model import hlo
 from midtread.model.coverage import human, share, table
 from midtread.model.hlo import Module, Origin, Visit, is_low
+from midtread.model.jaxprs import may_multiply
 
 VERDICTS = ("low", "widened", "upcast", "dequantized", "wide", "kernel")
 SHORT = {
@@ -286,7 +287,10 @@ def read(text: str, asked: Asked | None = None) -> Proof:
     contractions, collectives = [], []
     for visit in hlo.walk(module):
         kind = _kind(visit.value.instruction)
-        if kind is not None and len(visit.value.operands) > 1:
+        shapes = [v.instruction.shape.dims for v in visit.value.operands]
+        if kind == "kernel" and not may_multiply(shapes):
+            continue  # it quantizes, or sorts, or whatever
+        if kind is not None and len(shapes) > 1:
             contractions.append(_executed(module, visit, kind, asked or {}))
         elif visit.value.instruction.opcode.removesuffix("-start") in COLLECTIVES:
             collectives.append(_collective(module, visit))
