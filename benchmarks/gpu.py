@@ -84,7 +84,11 @@ def _named(name):
     return lambda: _rule(recipe=mt.recipe(name))
 
 
-FP8 = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}
+FP8 = {
+    "weight_qtype": "float8_e4m3fn",
+    "act_qtype": "float8_e4m3fn",
+    "bwd_qtype": "float8_e5m2",
+}
 
 TRAINING = {
     "int8": _named("qwix_int8"),
@@ -113,7 +117,10 @@ def _step(provider, x):
 
 def train(*names):
     x = jax.random.normal(KEY, (8, TOKENS // 8, D), jnp.bfloat16)
-    lines = ["| 2 blocks, fwd+bwd | ms | x bf16 | compile s | temp GB | loss |", "|---" * 6 + "|"]
+    lines = [
+        "| 2 blocks, fwd+bwd | ms | x bf16 | compile s | temp GB | loss |",
+        "|---" * 6 + "|",
+    ]
     base = _step(None, x)
     rows = {"bfloat16": base}
     for name in names or TRAINING:
@@ -146,11 +153,15 @@ def gemm():
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in (0, 1))
     lines = ["| 8192^3 | TFLOP/s | of peak |", "|---" * 3 + "|"]
     took, *_ = measure(lambda a, b: a @ b.T, a, b)
-    lines.append(f"| bfloat16 | {flops / took / 1e12:.0f} | {flops / took / BF16:.0%} |")
+    lines.append(
+        f"| bfloat16 | {flops / took / 1e12:.0f} | {flops / took / BF16:.0%} |"
+    )
     for name in ("int8", "e4m3"):
         x, y = (mt.quantize(v, name, channelwise_axes=[0]) for v in (a, b))
         took, *_ = measure(lambda x, y: mt.einsum("mk,nk->mn", x, y), x, y)
-        lines.append(f"| {name}, scales included | {flops / took / 1e12:.0f} | {flops / took / EIGHT:.0%} |")
+        lines.append(
+            f"| {name}, scales included | {flops / took / 1e12:.0f} | {flops / took / EIGHT:.0%} |"
+        )
     return lines
 
 
@@ -183,7 +194,9 @@ def quantize():
             ):
                 took, *_ = measure(fn, x)
                 rate = size * x.size / took / 1e12
-                lines.append(f"| {name} {title} | {n} | {took * 1e6:.0f} | {rate:.2f} |")
+                lines.append(
+                    f"| {name} {title} | {n} | {took * 1e6:.0f} | {rate:.2f} |"
+                )
                 with choose.implementation("xla"):
                     took, *_ = measure(fn, x)
                 rate = size * x.size / took / 1e12
@@ -208,7 +221,10 @@ SERVING = {
     "w4-g128": ({"weight_qtype": "int4", "tile_size": 128}, 4.125),
     "w4-g32": ({"weight_qtype": "int4", "tile_size": 32}, 4.5),
     "nf4-g64": ({"weight_qtype": "nf4", "tile_size": 64}, 4.25),
-    "w4a8-g128": ({"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128}, 4.125),
+    "w4a8-g128": (
+        {"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128},
+        4.125,
+    ),
     "w8a8": ({"weight_qtype": "int8", "act_qtype": "int8"}, 8),
     "fp8": ({"weight_qtype": "e4m3", "act_qtype": "e4m3"}, 8),
 }
@@ -247,11 +263,16 @@ def _serve(rows: int, names) -> list[str]:
     return lines
 
 
-HEAD = ["| rows | weights | us a layer | x bf16 | TB/s of weights | bound x |", "|---" * 6 + "|"]
+HEAD = [
+    "| rows | weights | us a layer | x bf16 | TB/s of weights | bound x |",
+    "|---" * 6 + "|",
+]
 
 
 def decode(*rows):
-    return HEAD + [line for m in rows or (1, 16, 64) for line in _serve(int(m), SERVING)]
+    return HEAD + [
+        line for m in rows or (1, 16, 64) for line in _serve(int(m), SERVING)
+    ]
 
 
 def prefill():
@@ -260,7 +281,9 @@ def prefill():
 
 def sweep():
     names = ("w8", "w4-g128", "w8a8", "fp8")
-    return HEAD + [line for m in (2, 4, 8, 32, 128, 256, 1024, 4096) for line in _serve(m, names)]
+    return HEAD + [
+        line for m in (2, 4, 8, 32, 128, 256, 1024, 4096) for line in _serve(m, names)
+    ]
 
 
 ROWS = {
@@ -288,7 +311,9 @@ def main():
         name, *options = row.split(":")
         title = f"{device}, jax {jax.__version__}, {today}, {commit or 'no commit'}"
         lines = ROWS[name](*options)
-        text = "\n".join([f"## {row}", "", f"{title}, `python benchmarks/gpu.py {row}`", "", *lines])
+        text = "\n".join(
+            [f"## {row}", "", f"{title}, `python benchmarks/gpu.py {row}`", "", *lines]
+        )
         print(text + "\n", flush=True)
         with open(path, "a") as file:
             file.write(text + "\n\n")

@@ -38,8 +38,6 @@ from midtread.model.rules import QtRule as QtRule
 from midtread.model.rules import QuantizationRule as QuantizationRule
 from midtread.model.rules import as_rules as as_rules
 from midtread.model.rules import load_rules as load_rules
-from midtread.numerics.calibration import AmaxHistory as AmaxHistory
-from midtread.numerics.calibration import Average as Average
 from midtread.numerics.formats import FORMATS as FORMATS
 from midtread.numerics.formats import Format as Format
 from midtread.numerics.formats import as_format as as_format

@@ -54,8 +54,6 @@ def test_all_three_matmuls(name, key):
 
 
 PUBLIC = [
-    "AmaxHistory",
-    "Average",
     "Dlhs",
     "Drhs",
     "FORMATS",

@@ -241,30 +241,33 @@ class PtqProvider(QuantizationProvider):
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
         self._add_params(model, after)
-        static = False
+        needs_data, is_abstract = False, _is_abstract(model)
         for path, module in nnx.iter_modules(model):
             for name, box in vars(after[path]).items():
                 held = getattr(module, name, None)
-                if isinstance(held, WithAux):  # quantized before: stays as it is
-                    continue
-                if isinstance(box, WithAux) and isinstance(
-                    flaxlib.unbox(box.array), QArray
-                ):
-                    value = quantize_like(box, flaxlib.unbox(held))
-                    made = WithAux(value, box.how)
-                    setattr(
-                        module,
-                        name,
-                        jax.tree.map(lambda v, held=held: flaxlib.like(held, v), made),
+                if not isinstance(box, WithAux) or isinstance(held, WithAux):
+                    continue  # not a box, or quantized before: stays as it is
+                if is_abstract:
+                    setattr(module, name, box)
+                elif isinstance(flaxlib.unbox(box.array), QArray):
+                    made = WithAux(quantize_like(box, flaxlib.unbox(held)), box.how)
+                    made = jax.tree.map(
+                        lambda v, held=held: flaxlib.like(held, v), made
                     )
-                static = static or (
-                    isinstance(box, WithAux) and not hasattr(module, name)
-                )
-        if static:  # scales of activations come from the data: that takes a real run
+                    setattr(module, name, made)
+                else:  # the scale of an activation
+                    needs_data = True
+        if needs_data:
             getattr(model, method)(*inputs, **kwargs)
 
     def _add_params(self, model: nnx.Module, after: dict) -> None:
         """For subclasses: adds what the abstract run added besides boxes."""
+
+
+def _is_abstract(model: nnx.Module) -> bool:
+    """Made by nnx.eval_shape: shapes in the place of arrays."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
