@@ -99,21 +99,30 @@ def _taken(reason: str | None, what: str) -> bool:
     return reason is None
 
 
-def scaled(labels: tuple[Labels, Labels, Labels], lhs, rhs, dtype) -> jax.Array | None:
-    """Codes times codes with scales that vary along kept axes only, in `dtype`."""
-    reason = why_not_scaled(labels, lhs, rhs)
+def scaled(
+    labels: tuple[Labels, Labels, Labels], lhs, rhs, tiles: dict[str, int], dtype
+) -> jax.Array | None:
+    """Codes times codes, scaled, in `dtype`.
+
+    Args:
+        tiles: the number of tiles of each summed label that scales vary along.
+    """
+    reason = why_not_scaled(labels, lhs, rhs, tiles)
     if not _taken(reason, "this matmul of codes"):
         return None
-    return _kernels().scaled(labels, lhs, rhs, dtype, _interpret())
+    run = _kernels().blocked if tiles else _kernels().scaled
+    return run(labels, lhs, rhs, dtype, _interpret())
 
 
-def why_not_scaled(labels, lhs, rhs) -> str | None:
+def why_not_scaled(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
     reason = _why_no_gpu(hopper=True)
     if reason is not None:
         return reason
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
     if not cpu.is_local(*parts):
         return "its operands are laid out over a mesh with explicit axes"
+    if tiles:
+        return _kernels().why_not_blocked(labels, lhs, rhs, tiles)
     return _kernels().why_not_scaled(labels, lhs, rhs)
 
 

@@ -23,8 +23,10 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.kernels import matmul_gpu, quantize_gpu, tuned
+from midtread.kernels import blocked_gpu, matmul_gpu, quantize_gpu, tuned
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
+from midtread.kernels.quantize_gpu import TILE
+from midtread.numerics import views
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
 
 Labels = tuple[str, ...]
@@ -90,8 +92,11 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     if labels[2] != found.m + found.n:  # the result comes out transposed: swap
         left, right = right, left
     operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
-    scales = [_as_vector(x, of, kept) for of, x, kept in (left, right)]
-    out = _scaled_call(out_dtype, interpret)(*operands, *scales)
+    scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
+    vectors = [
+        _spread(s, (v.shape[0], 1)).reshape(-1) for s, v in zip(scales, operands)
+    ]
+    out = _scaled_call(out_dtype, interpret)(*operands, *vectors)
     extents = _extents(labels, lhs, rhs)
     return out.reshape([extents[x] for x in labels[2]])
 
@@ -102,19 +107,61 @@ def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
     return codes.reshape(num_rows, -1)
 
 
-def _as_vector(x, labels: Labels, kept: Labels) -> jax.Array:
-    """One float32 scale per row of `_as_rows`."""
-    shape = [_codes(x).shape[labels.index(a)] for a in kept]
+def _scales(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
+    """float32 [r, t]: over the rows of `_as_rows`, and over tiles of their sums."""
+    order = [labels.index(a) for a in (*kept, *summed)]
+    shape = [_codes(x).shape[a] for a in order]
     if not isinstance(x, QArray):
-        return jnp.ones((math.prod(shape),), jnp.float32)
-    scale = x.scale.astype(jnp.float32)
-    order = [a for a, label in enumerate(labels) if label not in kept]
-    scale = scale.transpose([*order, *(labels.index(a) for a in kept)])
-    scale = scale.reshape(scale.shape[len(order) :])
-    full = [(m, n // m) for m, n in zip(scale.shape, shape)]
-    scale = scale.reshape([part for m, _ in full for part in (m, 1)])
-    scale = jnp.broadcast_to(scale, [part for pair in full for part in pair])
-    return scale.reshape(-1)
+        return jnp.ones((1, 1), jnp.float32)
+    scale = x.scale.astype(jnp.float32).transpose(order)
+    return _as_matrix(scale, shape, len(kept))
+
+
+def why_not_blocked(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
+    """Why the kernel for scales that vary in tiles of the sum cannot run this."""
+    reason = why_not_scaled(labels, lhs, rhs)
+    if reason is not None:
+        return reason
+    found = matrices(*labels)
+    if _codes(lhs).dtype.name not in FLOAT8:
+        return "scales within the sum have a kernel for float8 alone"
+    extents = _extents(labels, lhs, rhs)
+    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
+    if min(m, n) < blocked_gpu.CTA[0]:
+        return f"{m}x{k}x{n} is smaller than a block"
+    if set(tiles) != {found.k[-1]} or k % TILE or m % TILE or n % TILE:
+        return f"its tiles {tiles} are not {TILE} neighbours of the last summed axis"
+    for x, of, kept in ((lhs, labels[0], found.m), (rhs, labels[1], found.n)):
+        order = [of.index(a) for a in (*kept, *found.k)]
+        if isinstance(x, QArray) and (
+            laid([x.scale.shape[a] for a in order], [_codes(x).shape[a] for a in order], len(kept))
+            is None
+        ):  # fmt: skip
+            return f"a scale {x.scale.shape} of {x.shape} is not one per {TILE}"
+    return None
+
+
+def blocked(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
+    """`scaled`, where scales vary in tiles of the summed axis too."""
+    found = matrices(*labels)
+    left, right = (labels[0], lhs, found.m), (labels[1], rhs, found.n)
+    if labels[2] != found.m + found.n:
+        left, right = right, left
+    operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
+    scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
+    num_tiles = operands[0].shape[1] // TILE
+    sa = _spread(scales[0], (operands[0].shape[0], num_tiles))
+    per_block = scales[1].shape[0] != operands[1].shape[0]
+    rows = operands[1].shape[0] // (TILE if per_block else 1)
+    sb = _spread(scales[1], (rows, num_tiles))
+    out = _blocked_call(out_dtype, interpret)(*operands, sa.T, sb.T)
+    extents = _extents(labels, lhs, rhs)
+    return out.reshape([extents[x] for x in labels[2]])
+
+
+def _spread(part: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """[r, t] repeated to `shape`, by tiles."""
+    return views.expand(part, shape)
 
 
 # --- quantizing -------------------------------------------------------------------------------
@@ -144,18 +191,32 @@ def _sides(shape, summed: tuple[int, ...]) -> Sides | None:
     )
 
 
-def _varies(extents, shape, sides: Sides) -> str | None:
-    """'rows', 'columns' or 'nothing': what a scale of these extents is one for each of."""
-    lead = range(sides.num_leading)
-    trail = range(sides.num_leading, len(shape))
-    if all(n == 1 for n in extents):
-        return "nothing"
-    for name, own, other in (("rows", lead, trail), ("columns", trail, lead)):
-        if all(extents[a] == shape[a] for a in own) and all(
-            extents[a] == 1 for a in other
-        ):
-            return name
-    return None
+def laid(extents, shape, first: int) -> tuple[list[int], list[int]] | None:
+    """How a part of `shape`, with these extents, fits [rows, columns] split at `first`:
+    the shape to broadcast it to, and its matrix: 1, all, or one per TILE on either side.
+    None if tiles of several axes do not follow one another."""
+    wide, matrix = [], []
+    for axes in (range(first), range(first, len(shape))):
+        own, full = [extents[a] for a in axes], [shape[a] for a in axes]
+        if all(n == 1 for n in own):
+            wide += own
+            matrix.append(1)
+            continue
+        if own[-1] not in (1, full[-1]):
+            if own[-1] * TILE != full[-1]:
+                return None
+            full[-1] = own[-1]
+        if any(n not in (1, m) for n, m in zip(own, full)):
+            return None
+        wide += full
+        matrix.append(math.prod(full))
+    return wide, matrix
+
+
+def _as_matrix(part: jax.Array, shape, first: int) -> jax.Array:
+    found = laid(part.shape, shape, first)
+    assert found is not None, (part.shape, shape)
+    return jnp.broadcast_to(part, found[0]).reshape(found[1])
 
 
 def why_not_quantize(x, spec, summed, factor) -> str | None:
@@ -163,23 +224,20 @@ def why_not_quantize(x, spec, summed, factor) -> str | None:
         return f"{spec.format.name} has no kernel: int8, e4m3 and e5m2 have"
     if x.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"{x.dtype} has no kernel"
-    if spec.tiled_axes or spec.rounding != "nearest" or spec.scale_rule is not None:
-        return "tiles, noise and special scales have no kernel"
+    if spec.rounding != "nearest" or spec.scale_rule is not None:
+        return "noise and special scales have no kernel"
     if spec.calibration.is_asymmetric or spec.scale_dtype is not None:
         return "zero points and scale dtypes have no kernel"
     sides = _sides(x.shape, summed)
     if sides is None:
         return "its summed axes are neither its first nor its last"
-    if sides.rows % quantize_gpu.BLOCK or sides.columns % quantize_gpu.BLOCK:
-        return (
-            f"{sides.rows}x{sides.columns} is not whole blocks of {quantize_gpu.BLOCK}"
-        )
-    _, counts = spec.layout(x.shape)
-    per = _varies(counts, x.shape, sides)
-    if per is None:
-        return "its scale varies along axes of both kinds"
-    if factor is not None and _varies(factor.shape, x.shape, sides) is None:
-        return "its factor varies along axes of both kinds"
+    padded, counts = spec.layout(x.shape)
+    unit = TILE if spec.tiled_axes else quantize_gpu.BLOCK
+    if sides.rows % unit or sides.columns % unit or padded != x.shape:
+        return f"{sides.rows}x{sides.columns} is not whole blocks of {unit}"
+    for extents in (counts,) if factor is None else (counts, factor.shape):
+        if laid(extents, x.shape, sides.num_leading) is None:
+            return f"a scale of extents {tuple(extents)} does not fit {x.shape} as a matrix"
     return None
 
 
@@ -187,31 +245,26 @@ def quantize(
     x, spec, range_, *, summed, both, factor, interpret
 ) -> tuple[QArray, QArray]:
     sides = _sides(x.shape, summed)
+    first = sides.num_leading
     matrix = x.reshape(sides.rows, sides.columns)
     _, counts = spec.layout(x.shape)
-    per = _varies(counts, x.shape, sides)
-    along = (
-        None
-        if factor is None
-        else (_varies(factor.shape, x.shape, sides), factor.reshape(-1))
-    )
-    forward, backward = (
-        ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
-    )
-    copies = (forward, backward) if both else (forward,)
+    along = None if factor is None else _as_matrix(factor, x.shape, first)
+    copies = ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
+    copies = copies if both else copies[:1]
     is_absmax = spec.method == "absmax" and not spec.calibration.args and range_ is None
+    is_rows = laid(counts, x.shape, first)[1] == [sides.rows, 1]
     fits = sides.columns * x.dtype.itemsize <= quantize_gpu.MAX_ROW
-    if per == "rows" and is_absmax and fits:
+    if is_rows and is_absmax and fits:
         codes, scale = quantize_gpu.rows(
             matrix, spec.format, factor=along, interpret=interpret
         )
-        found = {"plain": codes, "transposed": codes}
+        found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
         scale = scale.reshape(counts)
     else:
         if range_ is None:
             range_ = calibrate(x if factor is None else x * factor, spec)
         scale = settled(scales_of(range_, spec).scale.astype(x.dtype))
-        inverse = (per, 1 / scale.astype(jnp.float32).reshape(-1))
+        inverse = 1 / _as_matrix(scale.astype(jnp.float32), x.shape, first)
         written = quantize_gpu.cast(
             matrix, inverse, spec.format, copies, factor=along, interpret=interpret
         )
@@ -242,6 +295,23 @@ def _scaled_call(out_dtype, interpret: bool) -> Callable:
     return as_function(kernel, plain, "m k, n k, m, n -> m n", replicated=("k",))
 
 
+@functools.cache
+def _blocked_call(out_dtype, interpret: bool) -> Callable:
+    def plain(a, b, sa, sb):
+        sb = views.expand(sb, (sb.shape[0], b.shape[0]))
+        a, b = (
+            views.broadcast_with(jnp.multiply, v.astype(jnp.float32), s.T)
+            for v, s in ((a, sa), (b, sb))
+        )
+        return lax.dot_general(a, b, (((1,), (1,)), ((), ()))).astype(out_dtype)
+
+    def kernel(a, b, sa, sb):
+        return blocked_gpu.blocked_matmul(a, b, sa, sb, out_dtype, interpret)
+
+    replicated = ("k", "t", "c")
+    return as_function(kernel, plain, "m k, n k, t m, t c -> m n", replicated)
+
+
 def as_function(
     kernel: Callable, plain: Callable, axes: str, replicated: tuple[str, ...] = ()
 ) -> Callable:
@@ -251,6 +321,7 @@ def as_function(
         axes: of arguments and result, as in einops; one result.
         replicated: names among them along which a device needs everything.
     """
+    kernel = jax.jit(kernel)  # lowered once for all layers that look alike
     placed = _partitioned(kernel, axes, replicated)
 
     @custom_vmap

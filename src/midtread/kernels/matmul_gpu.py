@@ -42,6 +42,7 @@ class Blocks:
     split: str = "m"  # the axis that the two multiplying warpgroups divide
     width: int = 8  # of the walk
     minor: int = 0  # axis that the walk runs along first: 0 is m
+    delay: int = 0  # blocks still being multiplied when the next ones start
 
     @property
     def cta(self) -> tuple[int, int]:
@@ -50,7 +51,7 @@ class Blocks:
         )
 
 
-def _tiled(columns: int, dtype) -> tuple:
+def in_order(columns: int, dtype) -> tuple:
     """The order of a block in shared memory that wgmma and TMA agree on."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(columns * bits)
@@ -71,8 +72,9 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
         spec = lambda rows, dtype: plgpu.BlockSpec(
             (rows, blocks.k),
             lambda i: (0, i),
-            transforms=_tiled(blocks.k, dtype),
+            transforms=in_order(blocks.k, dtype),
             memory_space=plgpu.SMEM,
+            delay_release=blocks.delay,
         )
         return plgpu.emit_pipeline_warp_specialized(
             body,
@@ -93,7 +95,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
         out_smem=plgpu.SMEM(
             (2, 2, OUT, OUT),
             out_gmem.dtype,
-            transforms=_tiled(OUT, out_gmem.dtype),
+            transforms=in_order(OUT, out_gmem.dtype),
         ),
         collective_axes="wg",
     )
@@ -114,7 +116,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
 
             def multiply(_, a_smem, b_smem, acc):
                 plgpu.wgmma(acc, a_smem.at[mine[0]], transposed(b_smem.at[mine[1]]))
-                plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(blocks.delay)
                 return acc
 
             def compute(run):
@@ -151,16 +153,23 @@ def _write(acc, first, sa_gmem, sb_gmem, out_smem, out_gmem, blocks: Blocks):
     sb = load_slice(sb_gmem, column, blocks.n, plgpu.Layout.WGMMA.reduce(0))
     out = out * lax.broadcast_in_dim(sa, out.shape, [0])
     out = out * lax.broadcast_in_dim(sb, out.shape, [1])
+    send(out, first, out_smem, out_gmem)
+
+
+def send(out, place, out_smem, out_gmem):
+    """Writes a warpgroup's block through two buffers, a square at a time."""
+    row, column = place
     out = out.astype(out_gmem.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    parts = [(r, c) for r in range(0, blocks.m, OUT) for c in range(0, blocks.n, OUT)]
+    m, n = out.shape
+    parts = [(r, c) for r in range(0, m, OUT) for c in range(0, n, OUT)]
     for count, (r, c) in enumerate(parts):
         slot = out_smem.at[count % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         slot[...] = out[r : r + OUT, c : c + OUT]
         plgpu.commit_smem()
-        place = out_gmem.at[pl.ds(row + r, OUT), pl.ds(column + c, OUT)]
-        plgpu.copy_smem_to_gmem(slot, place)
+        target = out_gmem.at[pl.ds(row + r, OUT), pl.ds(column + c, OUT)]
+        plgpu.copy_smem_to_gmem(slot, target)
 
 
 def scaled_matmul(

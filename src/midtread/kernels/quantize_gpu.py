@@ -22,9 +22,8 @@ from midtread.kernels.pallas_compat import pl, pltriton, triton_params
 from midtread.numerics.formats import Format
 
 BLOCK = 64  # both extents of x come in multiples
+TILE = 128  # elements that share a scale, where some neighbours do
 MAX_ROW = 2**15  # bytes of a row that `rows` holds at once
-
-Along = tuple[str, jax.Array]  # ("rows" | "columns" | "nothing", a vector along it)
 
 
 def _magnitude(x):
@@ -77,19 +76,20 @@ def _times(x, factor):
 # --- one scale per row ------------------------------------------------------------------------
 
 
-def _rows_body(x_ref, *refs, fmt, columns, along, native):
+def _rows_body(x_ref, *refs, fmt, columns, native):
     codes_ref, scale_ref = refs[-2:]
     block = x_ref.shape
     mask = other = None
     if block[1] != columns:
         mask, other = lax.broadcasted_iota(jnp.int32, block, 1) < columns, 0
     x = pltriton.load(x_ref.at[:, :], mask=mask, other=other)
-    if along == "columns":
-        inside = None if mask is None else lax.iota(jnp.int32, block[1]) < columns
-        factor = pltriton.load(refs[0].at[:], mask=inside, other=other)
-        x = _times(x, factor[None, :])
-    elif along is not None:
-        x = _times(x, refs[0][:][:, None])
+    if len(refs) > 2:
+        narrow = refs[0].shape[1] == 1
+        factor = refs[0].at[:, :]
+        factor = pltriton.load(
+            factor, mask=None if narrow else mask, other=None if narrow else other
+        )
+        x = _times(x, factor)
     scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
     codes = _codes(x, (1 / scale)[:, None], fmt, native)
     pltriton.store(codes_ref.at[:, :], codes, mask=mask)
@@ -97,89 +97,94 @@ def _rows_body(x_ref, *refs, fmt, columns, along, native):
 
 
 def rows(
-    x: jax.Array, fmt: Format, *, factor: Along | None = None, interpret: bool = False
+    x: jax.Array,
+    fmt: Format,
+    *,
+    factor: jax.Array | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """([M, K] codes, [M] scales in x's dtype) of x [M, K]."""
+    """([M, K] codes, [M] scales in x's dtype) of x [M, K]; `factor` is [M, 1] or [1, K]."""
     m, k = x.shape
     padded = 1 << (k - 1).bit_length()
-    specs = {
-        "rows": pl.BlockSpec((1,), lambda i: (i,)),
-        "columns": pl.BlockSpec((padded,), lambda i: (0,)),
-    }
-    along, extra = (None, []) if factor is None else (factor[0], [factor[1]])
+    whole = pl.BlockSpec((1, padded), lambda i: (i, 0))
+    parts, specs = [x], [whole]
+    if factor is not None:
+        is_row = factor.shape[0] == 1
+        parts.append(factor)
+        specs.append(
+            pl.BlockSpec((1, padded), lambda i: (0, 0))
+            if is_row
+            else pl.BlockSpec((1, 1), lambda i: (i, 0))
+        )
     out = pl.pallas_call(
-        functools.partial(
-            _rows_body, fmt=fmt, columns=k, along=along, native=not interpret
-        ),
+        functools.partial(_rows_body, fmt=fmt, columns=k, native=not interpret),
         grid=(m,),
-        in_specs=[
-            pl.BlockSpec((1, padded), lambda i: (i, 0)),
-            *(specs[along] for _ in extra),
-        ],
-        out_specs=[pl.BlockSpec((1, padded), lambda i: (i, 0)), specs["rows"]],
+        in_specs=specs,
+        out_specs=[whole, pl.BlockSpec((1,), lambda i: (i,))],
         out_shape=[
             jax.ShapeDtypeStruct((m, k), fmt.dtype),
             jax.ShapeDtypeStruct((m,), x.dtype),
         ],
         compiler_params=triton_params(num_warps=4, num_stages=1),
         interpret=interpret,
-    )(x, *extra)
+    )(*parts)
     return out[0], out[1]
 
 
 # --- scales known already ---------------------------------------------------------------------
 
 
-def _spread(ref, along):
-    if along == "nothing":
-        return ref[0]
-    values = ref[:]
-    return values[:, None] if along == "rows" else values[None, :]
-
-
-def _cast_body(x_ref, inverse_ref, *refs, fmt, per, along, copies, native):
+def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native):
     x = x_ref[:, :]
-    if along is not None:
-        x = _times(x, _spread(refs[0], along))
-    codes = _codes(x, _spread(inverse_ref, per), fmt, native)
+    if len(refs) > len(copies):
+        x = _times(x, refs[0][:, :])
+    codes = _codes(x, inverse_ref[:, :], fmt, native)
     for ref, copy in zip(refs[-len(copies) :], copies):
         ref[:, :] = codes if copy == "plain" else codes.T
 
 
+def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
+    """What belongs to a block of an array of `shape`, of a part with fewer extents."""
+    sizes, steps = [], []
+    for extent, whole, size in zip(part, shape, block):
+        per = whole // extent  # neighbours that share a value
+        sizes.append(max(size // per, 1))
+        steps.append(max(per // size, 1) if extent > 1 else None)
+    place = lambda *ij: tuple(0 if s is None else i // s for i, s in zip(ij, steps))
+    return pl.BlockSpec(tuple(sizes), place)
+
+
 def cast(
     x: jax.Array,
-    inverse: Along,
+    inverse: jax.Array,
     fmt: Format,
     copies: tuple[str, ...] = ("plain",),
     *,
-    factor: Along | None = None,
+    factor: jax.Array | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Codes of x [M, N] under 1 / scale, in float32; `copies` among plain, transposed."""
+    """Codes of x [M, N] under 1 / scale; `copies` among plain and transposed.
+
+    Args:
+        inverse: float32 [r, c], r and c 1, or one per element, or one per TILE.
+        factor: in x's dtype, extents likewise.
+    """
     m, n = x.shape
-    block = (BLOCK, 2 * BLOCK if n % (2 * BLOCK) == 0 else BLOCK)
+    block = (BLOCK, TILE if n % TILE == 0 else BLOCK)
     placed = {
         "plain": ((m, n), block, lambda i, j: (i, j)),
         "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
     }
-    vectors = {
-        "rows": pl.BlockSpec(block[:1], lambda i, j: (i,)),
-        "columns": pl.BlockSpec(block[1:], lambda i, j: (j,)),
-        "nothing": pl.BlockSpec((1,), lambda i, j: (0,)),
-    }
-    per, values = inverse
-    along, extra = (None, []) if factor is None else (factor[0], [factor[1]])
-    how = {"fmt": fmt, "per": per, "along": along, "copies": copies}
+    parts = [inverse] if factor is None else [inverse, factor]
     return pl.pallas_call(
-        functools.partial(_cast_body, **how, native=not interpret),
+        functools.partial(_cast_body, fmt=fmt, copies=copies, native=not interpret),
         grid=(m // block[0], n // block[1]),
         in_specs=[
             pl.BlockSpec(block, lambda i, j: (i, j)),
-            vectors[per],
-            *(vectors[along] for _ in extra),
+            *(_beside(part.shape, x.shape, block) for part in parts),
         ],
         out_specs=[pl.BlockSpec(*placed[c][1:]) for c in copies],
         out_shape=[jax.ShapeDtypeStruct(placed[c][0], fmt.dtype) for c in copies],
         compiler_params=triton_params(num_warps=4, num_stages=1),
         interpret=interpret,
-    )(x, values, *extra)
+    )(x, *parts)

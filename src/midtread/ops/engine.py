@@ -65,7 +65,7 @@ def _contract(c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any) -> ja
     tiles = _loop_plan(c, lhs, rhs)
     if tiles is None:
         out = _sum_values(c, lhs, rhs, accumulate)
-    elif tiles or (out := _kernel_sum(c, lhs, rhs, accumulate, result)) is None:
+    elif (out := _kernel_sum(c, lhs, rhs, tiles, accumulate, result)) is None:
         out = _sum_codes(c, lhs, rhs, tiles, accumulate)
     return views.crop_to(out, _out_shape(c, out.shape, shape)).astype(result)
 
@@ -271,13 +271,13 @@ def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
     return lax.scan(add, start, jnp.arange(1, math.prod(counts), dtype=jnp.int32))[0]
 
 
-def _kernel_sum(c, lhs, rhs, accumulate, result) -> jax.Array | None:
+def _kernel_sum(c, lhs, rhs, tiles, accumulate, result) -> jax.Array | None:
     """The sum by a kernel that applies the scales, where there is one."""
     if not isinstance(c, Dot) or c.out_sharding is not None or accumulate is not None:
         return None
     if not is_wide(result) or np.dtype(result) == np.float64:
         return None
-    return choose.scaled((c.lhs, c.rhs, c.out), lhs, rhs, np.dtype(result))
+    return choose.scaled((c.lhs, c.rhs, c.out), lhs, rhs, tiles, np.dtype(result))
 
 
 def _named_parts(x: QArray) -> dict[str, jax.Array]:

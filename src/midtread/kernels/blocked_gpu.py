@@ -1,0 +1,143 @@
+"""Block-scaled fp8 matmul on Hopper: scales vary within the sum, in tiles of 128.
+
+    out_MN  =  sum_t  sa_tM sb_tN  sum_{k in t} a_Mk b_Nk
+
+DeepSeek-V3's recipe (arXiv 2412.19437, section 3.3): 1x128 tiles of activations and
+gradients, 128x128 blocks of weights. Each tile of the sum starts from zero in the tensor
+cores and is scaled and added in float32 outside of them, which also makes up for their
+short fp8 accumulators. Weights have one scale per block of columns, so it joins the rows'
+scales as a number; two operands in 1x128 tiles (the weight gradient) need it by column.
+
+The walk, the ring of buffers and the writing are matmul_gpu's. Three warpgroups multiply,
+each with 64 rows: one scales while the tensor cores work for another.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels.matmul_gpu import OUT, in_order, send
+from midtread.kernels.pallas_compat import (
+    InterpretGPUParams,
+    load_slice,
+    num_cores,
+    pl,
+    plgpu,
+    transposed,
+    warpgroup_params,
+)
+
+TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8
+CTA = ROWS * GROUPS, TILE
+
+
+def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int):
+    (m, k), n = a_gmem.shape, b_gmem.shape[0]
+    grid = pl.cdiv(m, CTA[0]), pl.cdiv(n, CTA[1])
+    by_column = sb_gmem.shape[1] == n
+
+    def pipeline(body, context):
+        codes = lambda rows, dtype: plgpu.BlockSpec(
+            (rows, TILE),
+            lambda t: (0, t),
+            transforms=in_order(TILE, dtype),
+            memory_space=plgpu.SMEM,
+        )
+        scales = lambda extent: plgpu.BlockSpec(
+            (1, extent), lambda t: (t, 0), memory_space=plgpu.SMEM
+        )
+        specs = [codes(CTA[0], a_gmem.dtype), codes(CTA[1], b_gmem.dtype)]
+        specs += [scales(CTA[0])] + [scales(CTA[1])] * by_column
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(k // TILE,),
+            memory_registers=40,
+            in_specs=specs,
+            wg_axis="wg",
+            num_compute_wgs=GROUPS,
+            max_concurrent_steps=stages,
+            compute_context=context,
+        )
+
+    def inputs(rows, columns):
+        parts = [a_gmem.at[rows], b_gmem.at[columns], sa_gmem.at[:, rows]]
+        return [*parts, sb_gmem.at[:, columns]] if by_column else parts
+
+    nothing = lambda *_, **__: None
+    first = inputs(pl.ds(0, CTA[0]), pl.ds(0, CTA[1]))
+
+    @functools.partial(
+        pl.run_scoped,
+        ring=pipeline(nothing, nothing).get_allocations(*first),
+        out_smem=plgpu.SMEM(
+            (GROUPS, 2, OUT, OUT),
+            out_gmem.dtype,
+            transforms=in_order(OUT, out_gmem.dtype),
+        ),
+        collective_axes="wg",
+    )
+    def _(ring, out_smem):
+        wg = lax.axis_index("wg")
+
+        @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
+        def _(loop):
+            i, j = plgpu.planar_snake(loop.index[0], grid, 0, WIDTH)
+            mine = pl.ds(wg * ROWS, ROWS)
+
+            def multiply(index, a_smem, b_smem, sa_smem, *rest):
+                *sb_smem, total = rest
+
+                def one_tile(acc):
+                    plgpu.wgmma(acc, a_smem.at[mine], transposed(b_smem))
+                    return acc[...]
+
+                part = pl.run_scoped(one_tile, plgpu.ACC((ROWS, TILE), jnp.float32))
+                layout = plgpu.Layout.WGMMA
+                sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
+                if not by_column:
+                    sa = sa * sb_gmem[index[0], j]
+                    return total + part * lax.broadcast_in_dim(sa, part.shape, [0])
+                sb = load_slice(sb_smem[0].at[0], 0, TILE, layout.reduce(0))
+                both = lax.broadcast_in_dim(sa, part.shape, [0])
+                both = both * lax.broadcast_in_dim(sb, part.shape, [1])
+                return total + part * both
+
+            def compute(run):
+                zero = jnp.zeros((ROWS, TILE), jnp.float32)
+                out = run(plgpu.layout_cast(zero, plgpu.Layout.WGMMA))
+                place = i * CTA[0] + wg * ROWS, j * CTA[1]
+                send(out, place, out_smem.at[wg], out_gmem)
+
+            columns = pl.ds(j * CTA[1], CTA[1])
+            pipeline(multiply, compute)(
+                *inputs(pl.ds(i * CTA[0], CTA[0]), columns), allocations=ring
+            )
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def blocked_matmul(
+    a_MK: jax.Array,
+    b_NK: jax.Array,
+    sa_TM: jax.Array,
+    sb_TN: jax.Array,
+    out_dtype,
+    interpret: bool = False,
+) -> jax.Array:
+    """[M, N]; `sb_TN` may have one entry per 128 columns."""
+    m, n = a_MK.shape[0], b_NK.shape[0]
+    stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
+    extra = {"interpret": InterpretGPUParams()} if interpret else {}
+    kernel = plgpu.kernel(
+        functools.partial(_body, stages=stages),
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(num_cores(),),
+        grid_names=("sm",),
+        num_threads=GROUPS + 1,
+        thread_name="wg",
+        compiler_params=warpgroup_params(),
+        **extra,
+    )
+    return kernel(a_MK, b_NK, sa_TM, sb_TN)
