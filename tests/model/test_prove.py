@@ -177,7 +177,7 @@ GPU = """HloModule jit_step, is_scheduled=true
   ROOT %dot.1 = s32[64,32]{1,0} dot(%p.0, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/int8/dot_general"}
 }
 
-ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,32], e: u8[128,16], s: f32[]) -> bf16[64,32] {
+ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,32], e: u8[128,16], s: f32[], groups: s32[4], stack: s8[4,128,32]) -> bf16[64,32] {
   %a = f8e4m3fn[64,128]{1,0} parameter(0)
   %b = f8e4m3fn[32,128]{1,0} parameter(1)
   %c = s8[64,128]{1,0} parameter(2)
@@ -190,6 +190,9 @@ ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,
   %up.1 = f16[32,128]{1,0} convert(%b)
   %slow = f16[64,32]{1,0} custom-call(%up, %up.1), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/odd/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
   %ours = bf16[64,32]{1,0} custom-call(%up, %e), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/w4_kernel"}
+  %groups = s32[4]{0} parameter(6)
+  %stack = s8[4,128,32]{2,1,0} parameter(7)
+  %ragged = s32[64,32]{1,0} ragged-dot(%c, %stack, %groups), lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}, metadata={op_name="jit(step)/experts/ragged_dot"}
   %quantized = s8[64,128]{1,0} custom-call(%up, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_kernel"}
   %start = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%ours), dimensions={0}, metadata={op_name="jit(step)/gather"}
   ROOT %done = bf16[64,32]{1,0} all-gather-done(%start)
@@ -206,11 +209,12 @@ def test_gpu_programs_are_read():
         "fp8": ("gemm", "low"),
         "int8": ("dot", "low"),
         "odd": ("gemm", "widened"),
+        "experts": ("ragged-dot", "low"),
         "w4_kernel": ("kernel", "kernel"),
     }
     matmul = 2 * 64 * 128 * 32
     flops = {e.name.split("/")[1]: e.flops for e in found.contractions}
-    assert [flops[k] for k in ("fp8", "int8", "odd")] == [matmul] * 3
+    assert [flops[k] for k in ("fp8", "int8", "odd", "experts")] == [matmul] * 4
     assert flops["w4_kernel"] == 2 * math.isqrt(64 * 128 * 128 * 16 * 64 * 32)
     (gather,) = found.collectives
     assert gather.is_wide and gather.dims == (64, 32)

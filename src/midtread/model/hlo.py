@@ -302,6 +302,14 @@ def flops_of_dot(ins: Instruction, lhs: Shape, contracting: Any = None) -> int:
     return 2 * ins.shape.size * math.prod(lhs.dims[a] for a in axes)
 
 
+def flops_of_ragged(ins: Instruction, lhs: Shape, rhs: Shape) -> int:
+    """2 x every product of a ragged dot: a row meets the matrix of its own group."""
+    keys = ("rhs_contracting_dims", "rhs_batch_dims", "rhs_group_dims")
+    known = {axis for key in keys for axis in ins.dims(key)}
+    free = (n for axis, n in enumerate(rhs.dims) if axis not in known)
+    return 2 * lhs.size * math.prod(free)
+
+
 def flops_of_convolution(ins: Instruction, rhs: Shape) -> int:
     """2 x every product of a convolution, zeros of its padding included."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", ins.attributes)

@@ -352,6 +352,8 @@ def _what_was_asked(
 def _flops(ins: hlo.Instruction, kind: str, lhs: hlo.Shape, rhs: hlo.Shape) -> int:
     if kind == "convolution":
         return hlo.flops_of_convolution(ins, rhs)
+    if kind == "ragged-dot":
+        return hlo.flops_of_ragged(ins, lhs, rhs)
     if kind == "dot":
         return hlo.flops_of_dot(ins, lhs)
     if kind == "gemm":

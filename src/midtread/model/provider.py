@@ -231,6 +231,9 @@ class QuantizationProvider:
     def fresh(self) -> "QuantizationProvider":
         """A copy with the same rules that has seen no model, and reports none unused."""
         made = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | list):  # what it learns of a model
+                setattr(made, name, copy.copy(value))
         made._rule_matches, made._paths = [0] * len(self._rules), {}
         made._counts = threading.local()
         made._initial_run_complete = True
