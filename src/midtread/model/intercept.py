@@ -463,8 +463,8 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
         else:
             _, x, permutation = _thread.casts.get(id(x), (None, None, None))
         if permutation is not None:
-            mixed = axes is None or is_reshaped
-            axes = None if mixed else tuple(permutation[a] for a in axes)
+            if axes is not None:
+                axes = None if is_reshaped else tuple(permutation[a] for a in axes)
         elif x is not None and getattr(x, "shape", None) != child.shape:
             is_reshaped = True
 
