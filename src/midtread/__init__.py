@@ -80,6 +80,12 @@ from midtread.providers.inject import remove_float_params as remove_float_params
 from midtread.providers.lora import LoraProvider as LoraProvider
 from midtread.providers.lora import LoraRule as LoraRule
 from midtread.providers.lora import apply_lora_to_model as apply_lora_to_model
+from midtread.providers.prequantized import (
+    process_prequantized_params as process_prequantized_params,
+)
+from midtread.providers.prequantized import (
+    restore_quantization_rules as restore_quantization_rules,
+)
 from midtread.providers.ptq import PtqProvider as PtqProvider
 from midtread.providers.ptq import quantize_params as quantize_params
 from midtread.providers.qt import QtProvider as QtProvider

@@ -23,8 +23,8 @@ def imports(path):
 
 
 def test_imports_go_one_way():
-    for path in ROOT.glob("*/*.py"):
-        layer = path.parent.name
+    for path in ROOT.glob("*/**/*.py"):
+        layer = path.relative_to(ROOT).parts[0]
         for name in imports(path):
             parts = name.split(".")
             if parts[0] == "midtread" and len(parts) > 1:

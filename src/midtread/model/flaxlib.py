@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -82,12 +82,12 @@ def write(var: Any, value: Any) -> None:
         var.value = value
 
 
-def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
+def like(box: Any, value: Any, axes: Any = None) -> Any:
     """`value` in the same kind of box as `box`: sharding names where extents allow.
 
     Args:
         axes: for each axis of `value` the axis of `box` whose name it takes; None for no
-            name. All, in order, if not given.
+            name. All, in order, if not given. Or a function of the names.
     """
     was = getattr(unbox(box), "shape", ())
     if isinstance(box, nn.meta.AxisMetadata):
@@ -112,6 +112,8 @@ def like(box: Any, value: Any, axes: Sequence[int | None] | None = None) -> Any:
 
 def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) -> Any:
     """Names for an array of `shape`: an axis that shrank to 1 cannot be sharded."""
+    if callable(axes):
+        return axes(names)
     if axes is not None:
         known = dict(enumerate(names))  # may be fewer than axes
         chosen = tuple(known.get(a) for a in axes)
@@ -139,26 +141,53 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
     elif hasattr(module, name):
         var = getattr(module, name)
     else:
-        var = _VARIABLES[collection](init())
+        kind = _VARIABLES.get(collection) or nnx.variable_type_from_name(collection)
+        var = kind(init())
         setattr(module, name, var)
-    held = jax.eval_shape(lambda: flax.core.unfreeze(read(var)))
-    fresh = jax.eval_shape(init)
-    if jax.tree.map(lambda a: a.shape, held) != jax.tree.map(lambda a: a.shape, fresh):
+    held = _shapes(lambda: flax.core.unfreeze(read(var)))
+    if held != _shapes(init):
         raise ValueError(
-            f"{path_of(module)!r}: {name} was gathered with shapes "
-            f"{jax.tree.map(lambda a: a.shape, held)}, but this call has "
-            f"{jax.tree.map(lambda a: a.shape, fresh)}. Name the axes that vary in act_batch_axes."
+            f"{path_of(module)!r}: {name} was gathered with shapes {held}, but this call "
+            f"has {_shapes(init)}. Name the axes that vary in act_batch_axes."
         )
     return var
 
 
-def param(module: Any, name: str, init: Callable[[], Any]) -> Any:
+def _shapes(make: Callable[[], Any]) -> Any:
+    return jax.tree.map(lambda a: a.shape, jax.eval_shape(lambda: unbox(make())))
+
+
+def take_variable(module: Any, collection: str, name: str) -> Any:
+    """The value of a variable, taken out of the module; None if there is none."""
+    if isinstance(module, nn.Module):
+        if not module.has_variable(collection, name):
+            return None
+        # Private: Linen offers no public way to remove a variable.
+        return module.scope._mutable_collection(collection).pop(name)
+    held = getattr(module, name, None)
+    if held is not None:
+        delattr(module, name)
+    return held
+
+
+def param(
+    module: Any, name: str, init: Callable[[], Any], kind: type = nnx.Param
+) -> Any:
     """A parameter of the module, made if it is not there."""
     if isinstance(module, nn.Module):
         return module.scope.param(name, lambda _: init())
     if not hasattr(module, name):
-        setattr(module, name, jax.tree.map(nnx.Param, init()))
+        setattr(module, name, jax.tree.map(kind, init()))
     return getattr(module, name)
+
+
+def check_shapes(module: Any, name: str, init: Callable[[], Any]) -> None:
+    """Refuses a parameter whose shapes are not those that `init` would give."""
+    held, fresh = _shapes(lambda: getattr(module, name)), _shapes(init)
+    if held != fresh:
+        raise ValueError(
+            f"{path_of(module)!r}: {name} has shapes {held}, but {fresh} are asked for."
+        )
 
 
 def replace_param(module: Any, name: str, tree: Any) -> None:
@@ -195,44 +224,6 @@ def make_rng(module: Any, name: str) -> jax.Array:
             f"model.set_attributes({RNGS}=nnx.Rngs({name}=0))."
         )
     return rngs[name]()
-
-
-def stacked_by(root: nnx.Module, module: nnx.Module) -> tuple[int, ...]:
-    """Extents of the stack of layers that `module`, met while `root` ran, is one of."""
-    stored = {path: params_of(m) for path, m in nnx.iter_modules(root)}
-    own = params_of(module)
-    paths = [module._path]
-    if not own:  # then what it is made of tells
-        depth = len(module._path)
-        paths = [p for p in stored if p[:depth] == module._path]
-    here = dict(nnx.iter_modules(module))
-    for path in paths:
-        inner = params_of(here.get(path[len(module._path) :], module))
-        for name, param in stored[path].items():
-            extra = param.ndim - inner[name].ndim if name in inner else 0
-            if extra and param.shape[extra:] != inner[name].shape:
-                raise ValueError(
-                    f"{'/'.join(map(str, path))} is stacked along an axis other than the "
-                    "first, where stochastic rounding finds no stream for each layer."
-                )
-            if extra:
-                return tuple(param.shape[:extra])
-    return ()
-
-
-def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
-    """Gives stacked modules a stack of streams, and none to those that want none."""
-    made: dict[tuple, nnx.Rngs] = {}
-    for path, module in nnx.iter_modules(model):
-        rngs, extents = getattr(module, RNGS, None), stacks.get(path)
-        if extents is None:
-            setattr(module, RNGS, nnx.data(None))
-        elif extents and isinstance(rngs, nnx.Rngs):
-            counts = jax.tree.leaves(nnx.state(rngs, nnx.RngCount))
-            if all(count.ndim == 0 for count in counts):
-                if extents not in made:
-                    made[extents] = rngs.split(extents)
-                setattr(module, RNGS, nnx.data(made[extents]))
 
 
 # --- adopting a model -------------------------------------------------------------------------
@@ -284,6 +275,8 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
     for path, module in nnx.iter_modules(model):
         cls = getattr(type(module), "_unquantized_type", type(module))
         fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
+        # as Qwix has them, for model.set_attributes and for those who read them
+        fields |= {"qwix_path": path, "disable_quant_stats_update": False}
         for name, original in _nnx_methods(cls):
             fields[name] = _nnx_method(original, name)
         if path == ():

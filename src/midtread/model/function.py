@@ -182,10 +182,7 @@ def _follow_scopes() -> None:
 
 def _entered(name: str) -> contextlib.ExitStack | None:
     """The scope `name` of the function that runs; None if what runs is something else."""
-    try:
-        module = intercept.current_module()
-    except ValueError:
-        return None
+    module = intercept.entered_module()
     if not isinstance(module, Scope) or name.startswith(witness.PREFIX):
         return None
     stack = contextlib.ExitStack()

@@ -21,6 +21,7 @@ import functools
 import inspect
 import itertools
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -53,6 +54,22 @@ PLAIN = {
     "param": nn.Module.param,
     "promote_dtype": nn.dtypes.promote_dtype,
     "promote_dtype_nnx": nnx.nn.dtypes.promote_dtype,
+}
+# dotted path -> name a provider handles, where they are not the same
+PATHS = {
+    "jax.lax.dot_general": "dot_general",
+    "jax.lax.conv_general_dilated": "conv_general_dilated",
+    "jax.lax.ragged_dot": "ragged_dot",
+    "jax.lax.ragged_dot_general": "ragged_dot_general",
+    "jax.lax.dot": "lax_dot",
+    "jax.numpy.einsum": "einsum",
+    "jax.numpy.tensordot": "tensordot",
+    "jax.numpy.take": "take",
+    "jax.numpy.asarray": "asarray",
+    "flax.linen.Module.param": "param",
+    "flax.linen.dtypes.promote_dtype": "promote_dtype",
+    "flax.nnx.nn.dtypes.promote_dtype": "promote_dtype_nnx",
+    "qwix._src.qconfig.get_current_rule": "current_rule",
 }
 CASTS = ("asarray", "promote_dtype", "promote_dtype_nnx")
 # jnp functions behind a jit: run without it while a model is active
@@ -100,6 +117,10 @@ def cache_number(provider: Any) -> int:
     return provider._cache_number
 
 
+def active_providers() -> list[Any]:
+    return [a.provider for a in _thread.active]
+
+
 def is_active(provider: Any) -> bool:
     return any(a.provider is provider for a in _thread.active)
 
@@ -137,13 +158,22 @@ def path_of(module: Any) -> str:
     return "/".join(map(str, module.path if linen else getattr(module, "_path", ())))
 
 
+def entered_module() -> Any:
+    """The innermost module whose method is running in a quantized model, or None."""
+    return _thread.modules[-1] if _thread.modules else None
+
+
 def current_module() -> Any:
-    """The innermost module whose method is running."""
-    if not _thread.modules:
+    """The innermost module whose method is running: of a quantized model, else the Linen
+    module that calls a provider itself. Private: Flax's stack of bound modules."""
+    module = entered_module()
+    if module is None:
+        module = nn.module._context.module_stack[-1]
+    if module is None:
         raise ValueError(
             "Current module is not known: no quantized model is running on this thread."
         )
-    return _thread.modules[-1]
+    return module
 
 
 def current_path() -> str:
@@ -296,6 +326,45 @@ def swapped(name: str, fn: Any) -> Callable[[], None]:
         del fn.__signature__
 
     return undo
+
+
+def watch(path: str) -> str:
+    """The name under which calls of the function at a dotted path reach handlers."""
+    name = PATHS.get(path, path)
+    if "." not in name:  # one of ours
+        return name
+    install()
+    with _install_lock:
+        if name in _originals:
+            return name
+        parent, attribute = resolve(path)
+        fn = getattr(parent, attribute)
+        if isinstance(fn, types.FunctionType) and not fn.__closure__:
+            _originals[name] = _swap_code(name, fn)
+        else:  # what jit made, say: an alias of it is not caught
+            _originals[name] = fn
+            setattr(parent, attribute, _dispatching(name, fn))
+    return name
+
+
+def resolve(path: str) -> tuple[Any, str]:
+    """("jax.numpy.sin") -> (the module jax.numpy, "sin")."""
+    root, *parts = path.split(".")
+    if root not in sys.modules or not parts:
+        raise AttributeError(f"there is no function {path!r}: {root} is not imported.")
+    found = sys.modules[root]
+    for part in parts[:-1]:
+        found = getattr(found, part)
+    getattr(found, parts[-1])
+    return found, parts[-1]
+
+
+def _dispatching(name: str, fn: Any) -> Callable:
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return dispatch(name, args, kwargs)
+
+    return wrapper
 
 
 def _swap_code(name: str, fn: Any) -> Callable:

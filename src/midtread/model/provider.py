@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
 from midtread.model import flaxlib, intercept
 from midtread.model.rules import QuantizationRule, as_rules
@@ -41,6 +42,17 @@ OPS = (
 )
 LATE = 100  # the first number of a matmul that Qwix does not count
 
+# methods that a subclass of Qwix's providers may override -> what to do instead
+_NOT_HOOKS = {
+    "_create_dot_general_qt_config": "give rules additional_qt_config or a recipe",
+    "_create_conv_general_qt_config": "give rules a recipe",
+    "_create_ragged_dot_qt_config": "give rules a recipe",
+    "_update_and_get_quant_stat": "override dot_general and einsum",
+    "get_interceptors": "override get_intercept_map",
+    "nn_param": "override param",
+    "dot": "override dot_general, which jnp.dot ends in",
+}
+
 
 class QuantizationProvider:
     """Rules, and handlers for the ops they match."""
@@ -50,6 +62,14 @@ class QuantizationProvider:
     named_only: tuple[str, ...] = (
         "take",
     )  # ops that a rule without op_names passes by
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for name in _NOT_HOOKS.keys() & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__} overrides {name}, which is never called here: "
+                f"{_NOT_HOOKS[name]}."
+            )
 
     def __init__(
         self, rules: Sequence[Any], *, disable_jit: bool = False, strict: bool = False
@@ -89,9 +109,19 @@ class QuantizationProvider:
 
     def handlers(self) -> dict[str, Callable]:
         """The methods that take the place of JAX's functions."""
-        found = {name: getattr(self, name) for name in self.ops if hasattr(self, name)}
-        found["current_rule"] = self._rule_for
-        return found
+        paths = self.get_intercept_map().items()
+        return {intercept.watch(path): handler for path, handler in paths}
+
+    def get_intercept_map(self) -> dict[str, Callable]:
+        """{"jax.lax.dot_general": self.dot_general, ...}. A subclass may add functions of
+        its own: `return super().get_intercept_map() | {"jax.numpy.tanh": self.tanh}`."""
+        path = {name: path for path, name in intercept.PATHS.items()}
+        found = {
+            path.get(name, name): getattr(self, name)
+            for name in self.ops
+            if hasattr(self, name)
+        }
+        return {**found, path["current_rule"]: self._rule_for}
 
     def surroundings(self) -> contextlib.AbstractContextManager:
         """Entered around every call of the model."""
@@ -132,11 +162,10 @@ class QuantizationProvider:
 
     def rules_here(self) -> tuple[int, ...]:
         """Which rules could match in the current module: part of jit's cache key."""
-        try:
-            path = flaxlib.path_of(intercept.current_module())
-        except ValueError:
+        module = intercept.entered_module()
+        if module is None:
             return ()
-        return _matching(self._patterns, path)
+        return _matching(self._patterns, flaxlib.path_of(module))
 
     @functools.cached_property
     def _patterns(self) -> tuple[str, ...]:
@@ -181,19 +210,27 @@ class QuantizationProvider:
 
     # Around a call of the model.
 
-    def process_model_inputs(self, model: Any, args: Sequence[Any], kwargs: dict):
-        """Called before the model; may change what it is called with."""
-        self._counts.by_module = {}
-        return model, args, kwargs
+    def process_model_inputs(
+        self, model: Any, model_args: Sequence[Any], model_kwargs: dict[str, Any]
+    ):
+        """Called before the model; may change what it is called with. `self` may be None:
+        then every provider at work counts the ops of an NNX `model` anew."""
+        if self is not None:
+            self._counts.by_module = {}
+            return model, model_args, model_kwargs
+        for provider in intercept.active_providers():
+            for _, module in nnx.iter_modules(model):
+                getattr(provider._counts, "by_module", {}).pop(id(module), None)
+        return model, model_args, model_kwargs
 
-    def process_model_output(self, method_name: str, output: Any) -> Any:
+    def process_model_output(self, method_name: str, model_output: Any) -> Any:
         """Called after the model; may change what it returns."""
         first = not self._initial_run_complete
         self._initial_run_complete = True
         self._counts.by_module = {}
         if first:
             self._report_unused()
-        return output
+        return model_output
 
     def _report_unused(self) -> None:
         text = self.unused_rules_text()

@@ -42,12 +42,14 @@ _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
 class QArray:
     """A quantized array. See the module's first lines for what the fields mean."""
 
-    qvalue: Any
-    scale: Any
-    zero_point: Any = None
-    qtype: Any = None
-    global_scale: Any = None
-    pre_scale: Any = None
+    # Said as Qwix says it: Tokamax reads these annotations. Placeholders (shapes,
+    # shardings, block specs, Flax's boxes) may stand in for arrays.
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+    qtype: jax.typing.DTypeLike = None  # pyright: ignore[reportAssignmentType]
+    global_scale: jax.Array | None = None
+    pre_scale: jax.Array | None = None
     logical: tuple[int | None, ...] | None = None
 
     def __post_init__(self):
@@ -253,10 +255,31 @@ def quantize_to_range(
     if padded != x.shape:
         logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
     noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
-    scale = settled(scales.scale.astype(x.dtype))
-    qvalue = _codes(views.pad_to(x, padded), scale, scales.zero_point, spec, noise)
-    q = QArray(qvalue, scale, scales.zero_point, spec.format.qtype, logical=logical)
-    return _store_scale(q, spec, scales.global_scale)
+    q = quantize_to_scale(
+        views.pad_to(x, padded), spec.format, scales.scale, scales.zero_point,
+        spec.rounding, noise,
+    )  # fmt: skip
+    return _store_scale(q.replace(logical=logical), spec, scales.global_scale)
+
+
+def quantize_to_scale(
+    x: jax.Array,
+    fmt: formats.Format,
+    scale: jax.Array,
+    zero_point: jax.Array | None = None,
+    how: str = "nearest",
+    noise: rounding.Noise | None = None,
+) -> QArray:
+    """Quantize with a scale found earlier, which is kept in x's dtype."""
+    scale = settled(scale.astype(x.dtype))
+    # In float32 whatever x is: a bfloat16 quotient has too few bits to be rounded twice.
+    # By reciprocal, as XLA divides by a broadcast scale, so that no context does otherwise.
+    inverse = 1 / scale.astype(jnp.float32)
+    units = views.broadcast_with(jnp.multiply, x.astype(jnp.float32), inverse)
+    if zero_point is not None:
+        units = views.broadcast_with(jnp.add, units, zero_point.astype(jnp.float32))
+    codes = rounding.encode(units, fmt, how, noise)
+    return QArray(codes, scale, zero_point, fmt.qtype)
 
 
 def scales_of(range_: Range, spec: Spec) -> Scales:
@@ -278,16 +301,6 @@ def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
     """`shape` padded where the scale has more than one tile on an axis."""
     padded, _ = spec.layout(shape)
     return tuple(p if s > 1 else n for n, p, s in zip(shape, padded, counts))
-
-
-def _codes(x, scale, zero_point, spec, noise):
-    # In float32 whatever x is: a bfloat16 quotient has too few bits to be rounded twice.
-    # By reciprocal, as XLA divides by a broadcast scale, so that no context does otherwise.
-    inverse = 1 / scale.astype(jnp.float32)
-    units = views.broadcast_with(jnp.multiply, x.astype(jnp.float32), inverse)
-    if zero_point is not None:
-        units = views.broadcast_with(jnp.add, units, zero_point.astype(jnp.float32))
-    return rounding.encode(units, spec.format, spec.rounding, noise)
 
 
 def _store_scale(q: QArray, spec: Spec, global_scale) -> QArray:

@@ -52,7 +52,6 @@ class Ops:
         self,
         a: Operand,
         b: Operand,
-        *,
         precision: Any = None,
         preferred_element_type: Any = None,
         out_sharding: Any = None,
@@ -64,7 +63,12 @@ class Ops:
         else:
             numbers = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
         return self.dot_general(
-            a, b, numbers, precision, preferred_element_type, out_sharding=out_sharding
+            a,
+            b,
+            numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         )
 
     def einsum(

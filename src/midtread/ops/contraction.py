@@ -148,10 +148,14 @@ def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
     """`part`, whose axes are `labels`, transposed and broadcast-ready over `out`."""
     extent = dict(zip(labels, part.shape))
     assert all(n == 1 or x in out for x, n in extent.items()), (labels, part.shape, out)
+    shape = [extent.get(x, 1) for x in out]
+    places = [out.index(x) for x, n in extent.items() if n > 1]
+    if places == sorted(places):  # kernels cannot transpose everything
+        return part.reshape(shape)
     order = sorted(
         range(part.ndim), key=lambda a: out.index(labels[a]) if labels[a] in out else -1
     )
-    return part.transpose(order).reshape([extent.get(x, 1) for x in out])
+    return part.transpose(order).reshape(shape)
 
 
 @functools.partial(
@@ -167,7 +171,9 @@ class Dot(Contraction):
     def batch(self) -> Labels:
         return tuple(x for x in self.lhs if x in self.rhs and x in self.out)
 
-    def run(self, lhs, rhs, accumulate=None):
+    @property
+    def dimension_numbers(self):
+        """(lax.dot_general's dimension numbers, the order to transpose its output to)."""
         summed = [x for x in self.lhs if x in self.rhs and x not in self.out]
         axes = lambda labels, chosen: tuple(labels.index(x) for x in chosen)
         numbers = (
@@ -178,7 +184,10 @@ class Dot(Contraction):
             x for x in (*self.lhs, *self.rhs) if x not in summed and x not in self.batch
         ]
         got = (*self.batch, *alone)
-        order = [got.index(x) for x in self.out]
+        return numbers, [got.index(x) for x in self.out]
+
+    def run(self, lhs, rhs, accumulate=None):
+        numbers, order = self.dimension_numbers
         in_order = order == sorted(order)
         out = xla.dot_general(
             lhs,

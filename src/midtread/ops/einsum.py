@@ -120,7 +120,7 @@ def einsum(
             (l_term, lhs), (r_term, rhs) = chosen
             term = _result_term(l_term, r_term, needed, output if last else None)
             options = how if last else {**how, "out_sharding": None}
-            out = execute(_binary(l_term, r_term, term, options), lhs, rhs)
+            out = execute(binary(l_term, r_term, term, options), lhs, rhs)
         terms.append(term)
         operands.append(out)
     (term,), (out,) = terms, operands
@@ -171,7 +171,7 @@ def _result_term(lhs: str, rhs: str, needed: set[str], output: str | None) -> st
     return "".join(kept)
 
 
-def _binary(lhs: str, rhs: str, out: str, how: dict) -> Dot:
+def binary(lhs: str, rhs: str, out: str, how: dict) -> Dot:
     summed = [x for x in lhs if x in rhs and x not in out]
     # Each operand is tiled along the summed label that comes last in its own order.
     last = lambda term: next((x for x in reversed(term) if x in summed), None)

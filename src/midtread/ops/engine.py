@@ -224,7 +224,7 @@ def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
     right, rhs_scale = _as_value(c, rhs, "rhs", common)
     wide = wide_dtype(common)
     out = c.run(left, right, accumulate or wide)
-    return _apply(c, out, wide, lhs_scale, rhs_scale)
+    return apply_scales(c, out, wide, lhs_scale, rhs_scale)
 
 
 def _as_value(c: Contraction, x: Operand, side: str, dtype):
@@ -315,7 +315,7 @@ def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
             c.ones(left, "lhs"), c.ones(right, "rhs"), accumulate
         )
     scales = [x.scale if isinstance(x, QArray) else None for x in (lhs, rhs)]
-    return _apply(c, out, wide, *scales)
+    return apply_scales(c, out, wide, *scales)
 
 
 def _expand_tiles(part, shape):
@@ -325,7 +325,8 @@ def _expand_tiles(part, shape):
     return views.expand(part, [m if n > 1 else 1 for n, m in zip(part.shape, shape)])
 
 
-def _apply(c: Contraction, out: jax.Array, wide, lhs_scale, rhs_scale) -> jax.Array:
+def apply_scales(c: Contraction, out, wide, lhs_scale, rhs_scale) -> jax.Array:
+    """A sum of codes times the scales of both operands, None for one without."""
     out = out.astype(wide)
     for scale, side in ((lhs_scale, "lhs"), (rhs_scale, "rhs")):
         if scale is not None:

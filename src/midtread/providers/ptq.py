@@ -97,7 +97,7 @@ class PtqProvider(QuantizationProvider):
                 elif place is None and rule.act_qtype is not None:
                     spec = _spec(rule, rule.act_qtype, rule.act_calibration_method)
                     if rule.act_static_scale:
-                        range_ = self._static_range(
+                        range_ = static_range(
                             rule, f"{op_id}_{side}", c.place(spec, side), x
                         )
             operands.append(x)
@@ -121,20 +121,24 @@ class PtqProvider(QuantizationProvider):
         """Not so for a Linen module applied by hand to what the model computed."""
         if not isinstance(module, nn.Module) or module.is_initializing():
             return True
-        root = self._counts.root
+        root = getattr(self._counts, "root", None)
+        if root is None:  # called by a module itself, not by a model under the provider
+            return True
         inside = module.path[len(root.path) :]
-        return _at(root.variables.get("params"), (*inside, name)) is not None
+        return value_at(root.variables.get("params"), (*inside, name)) is not None
 
-    def process_model_inputs(self, model: Any, args, kwargs):
-        self._counts.root = model
-        return super().process_model_inputs(model, args, kwargs)
+    def process_model_inputs(self, model: Any, model_args, model_kwargs):
+        if self is not None:
+            self._counts.root = model
+        call = QuantizationProvider.process_model_inputs
+        return call(self, model, model_args, model_kwargs)
 
     def _outer(self, module: Any, name: str) -> Any:
         """The model's own module where `module` is a stand-in for it that a transform made,
         unless it holds one layer of many."""
         if not isinstance(module, nnx.Module):
             return module
-        outer = _at(self._counts.root, module._path)
+        outer = value_at(self._counts.root, module._path)
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
         return outer if theirs == ours else module
 
@@ -170,47 +174,14 @@ class PtqProvider(QuantizationProvider):
             self._counts.later = []
         return self._counts.later
 
-    def process_model_output(self, method_name: str, output: Any) -> Any:
+    def process_model_output(self, method_name: str, model_output: Any) -> Any:
         while self._later:
             module, name, shape, how = self._later.pop()
             held = flaxlib.params_of(module).get(name)
             if held is not None and not _is_box(held):
                 value = quantize_by_spec(held.reshape(shape), how)
                 flaxlib.replace_param(module, name, WithAux(value, how))
-        return super().process_model_output(method_name, output)
-
-    def _static_range(self, rule, name: str, spec: Spec, x: jax.Array):
-        """The range behind a stored scale, which is a parameter beside the weight."""
-        module = intercept.current_module()
-
-        def init():
-            stat = (
-                getattr(module, name, None) if isinstance(module, nnx.Module) else None
-            )
-            if isinstance(stat, flaxlib.QuantStat):
-                delattr(module, name)
-                seen = Average().range(flaxlib.read(stat))
-            else:
-                axes = tuple(a % x.ndim for a in rule.act_batch_axes)
-                seen = calibrate(jax.lax.stop_gradient(x), spec)
-                seen = {
-                    k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()
-                }
-            return compute_scales(seen, spec.format, spec.scale_rule)
-
-        scale = flaxlib.param(
-            module, f"{name}_scale", lambda: WithAux(init().scale, spec)
-        )
-        scale = flaxlib.unbox(scale).array.astype(jnp.float32)
-        if not spec.calibration.is_asymmetric:
-            return {"absmax": (scale * spec.format.bound).astype(x.dtype)}
-        zero = flaxlib.unbox(
-            flaxlib.param(module, f"{name}_zero_point", lambda: init().zero_point)
-        )
-        assert spec.format.codes is not None  # Spec refused the others
-        low, high = spec.format.codes
-        at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
-        return {"min": at(low), "max": at(high)}
+        return super().process_model_output(method_name, model_output)
 
     # What a layer does to its parameter before it multiplies.
 
@@ -268,6 +239,34 @@ def _is_abstract(model: nnx.Module) -> bool:
     """Made by nnx.eval_shape: shapes in the place of arrays."""
     leaves = jax.tree.leaves(nnx.state(model))
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def static_range(rule, name: str, spec: Spec, x: jax.Array):
+    """The range behind a stored scale, which is a parameter beside the weight."""
+    module = intercept.current_module()
+
+    def init():
+        stat = getattr(module, name, None) if isinstance(module, nnx.Module) else None
+        if isinstance(stat, flaxlib.QuantStat):
+            delattr(module, name)
+            seen = Average().range(flaxlib.read(stat))
+        else:
+            axes = tuple(a % x.ndim for a in rule.act_batch_axes)
+            seen = calibrate(jax.lax.stop_gradient(x), spec)
+            seen = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
+        return compute_scales(seen, spec.format, spec.scale_rule)
+
+    scale = flaxlib.param(module, f"{name}_scale", lambda: WithAux(init().scale, spec))
+    scale = flaxlib.unbox(scale).array.astype(jnp.float32)
+    if not spec.calibration.is_asymmetric:
+        return {"absmax": (scale * spec.format.bound).astype(x.dtype)}
+    zero = flaxlib.unbox(
+        flaxlib.param(module, f"{name}_zero_point", lambda: init().zero_point)
+    )
+    assert spec.format.codes is not None  # Spec refused the others
+    low, high = spec.format.codes
+    at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
+    return {"min": at(low), "max": at(high)}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -338,7 +337,7 @@ def quantize_params(
                 f"params is not a pure dict of jax.Array: {'/'.join(map(str, path))} is a "
                 f"{type(param).__name__}. Use nn.unbox or nnx.to_pure_dict first."
             )
-        target = _at(abstract_quantized_params, path)
+        target = value_at(abstract_quantized_params, path)
         if target is None:
             if allow_extra_params:
                 continue
@@ -363,7 +362,7 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
                 f"quant_stats is not initialized for {path}: run the model on some data first."
             )
         scale_path = (*path[:-1], f"{path[-1]}_scale")
-        target = _at(abstract, scale_path)
+        target = value_at(abstract, scale_path)
         if not isinstance(target, WithAux):
             raise ValueError(  # noqa: TRY004
                 f"the quantized model has no static scale at {scale_path}."
@@ -377,14 +376,15 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
     return out
 
 
-def _at(tree: Any, path: tuple) -> Any:
+def value_at(obj: Any, path: tuple) -> Any:
+    """What is at a path of a tree or a model, None for nothing."""
     for key in path:
-        if tree is None:
+        if obj is None:
             return None
-        if isinstance(tree, Mapping):
-            tree = tree.get(key)
-        elif isinstance(tree, list | nnx.List) and isinstance(key, int):
-            tree = tree[key] if 0 <= key < len(tree) else None
+        if isinstance(obj, Mapping):
+            obj = obj.get(key)
+        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
+            obj = obj[key] if 0 <= key < len(obj) else None
         else:
-            tree = getattr(tree, key, None)
-    return tree
+            obj = getattr(obj, key, None)
+    return obj

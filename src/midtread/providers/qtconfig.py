@@ -120,7 +120,8 @@ def _spec(qtype, method, tile, per_tensor: bool, **fields) -> Spec | None:
         tiles = dict(tile)
     else:
         tile = fmt.tile or tile
-        tiles = {"summed": tile} if tile else {}
+        is_whole = isinstance(tile, float) and tile == 1.0  # the axis is one tile
+        tiles = {"summed": tile} if tile and not is_whole else {}
     return Spec(fmt, () if per_tensor else ("kept",), tiles, method, **fields)
 
 

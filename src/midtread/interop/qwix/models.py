@@ -1,0 +1,315 @@
+"""Models: what Qwix's providers and `flax_util` do in the module that is running.
+
+The current module is the one that a quantized model has entered. Outside of one it is the
+innermost Linen module, or the NNX module that the calling code calls `self`.
+"""
+
+import collections.abc
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from midtread.interop.qwix.arrays import HowToQuantize
+from midtread.model import flaxlib, intercept, weights
+from midtread.model.boxes import WithAux
+from midtread.model.provider import QuantizationProvider
+from midtread.model.quantize import quantize_model
+from midtread.numerics.calibration import Average
+from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
+from midtread.providers.ptq import static_range
+
+ModelType = nn.Module | nnx.Module
+QuantStat = dict[str, jax.Array]
+Calibration = dict[str, jax.Array]
+
+_spec = lambda how: how.spec if isinstance(how, HowToQuantize) else how
+
+
+def __getattr__(name: str) -> Any:
+    if name == "qarray":  # outside code reaches `ptq.qarray.HowToQuantize`
+        import importlib
+
+        return importlib.import_module("qwix._src.core.qarray")
+    raise AttributeError(name)
+
+
+# --- the current module -----------------------------------------------------------------------
+
+
+def get_current_module() -> Any:
+    try:
+        return intercept.current_module()
+    except ValueError:
+        frame = inspect.currentframe()
+        while frame is not None:
+            if isinstance(frame.f_locals.get("self"), nnx.Module):
+                return frame.f_locals["self"]
+            frame = frame.f_back
+        raise
+
+
+def get_current_module_path() -> tuple[Any, ...]:
+    module = get_current_module()
+    return module.path if isinstance(module, nn.Module) else module.qwix_path
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[Any]:
+    """The current module, as our own functions know it."""
+    module = get_current_module()
+    with intercept.entered(module):
+        yield module
+
+
+def should_update_quant_stats() -> bool:
+    return flaxlib.can_update(get_current_module())
+
+
+def get_or_create_variable(
+    collection: str, name: str, init_fn: Callable[[], Any]
+) -> Any:
+    return flaxlib.variable(get_current_module(), collection, name, init_fn)
+
+
+def get_and_delete_variable(collection: str, name: str) -> Any:
+    """The variable's value, taken out of the module; None if there is none."""
+    return flaxlib.take_variable(get_current_module(), collection, name)
+
+
+def get_or_create_param(
+    name: str,
+    init_fn: Callable[..., Any],
+    *,
+    nnx_param_type: type = nnx.Param,
+    need_rng: bool = False,
+) -> Any:
+    module = get_current_module()
+    linen = isinstance(module, nn.Module)
+    if linen and need_rng:
+        return module.scope.param(name, init_fn)
+
+    def init(key: Any = None):
+        if not need_rng:
+            return init_fn()
+        return init_fn(flaxlib.make_rng(module, "params") if key is None else key)
+
+    if not linen and hasattr(module, name):
+        flaxlib.check_shapes(module, name, lambda: init(jax.random.key(0)))
+    return flaxlib.unbox(flaxlib.param(module, name, init, nnx_param_type))
+
+
+def make_rng(rng_stream: str) -> jax.Array:
+    return flaxlib.make_rng(get_current_module(), rng_stream)
+
+
+# --- which operand is a parameter -------------------------------------------------------------
+
+
+def find_param(x: Any, ptq_array_type: Any = None) -> str | None:
+    """The name of the parameter that `x` is, in the current module.
+
+    Boxed parameters are always found: `ptq_array_type` has nothing to add.
+    """
+    del ptq_array_type
+    try:
+        module = weights.asked_module()
+    except ValueError:
+        module = get_current_module()
+    return weights.search(module, x.array if isinstance(x, WithAux) else x)
+
+
+def replace_find_param(finder: Callable[..., Any] | None) -> None:
+    weights.replace_finder(None if finder is find_param else finder)
+
+
+# --- sharding metadata ------------------------------------------------------------------------
+
+
+def update_sharding(
+    spec: Any,
+    *,
+    shape: Sequence[int] | None = None,
+    split: Collection[int] | None = None,
+    merge: Collection[int] | None = None,
+    transpose: Sequence[int | None] | None = None,
+) -> Any:
+    """Axis names after axes are split in two, put together again, or moved."""
+    if sum(map(bool, (split, merge, transpose))) > 1:
+        raise ValueError("only one of split, merge and transpose can be given.")
+    names = list(spec)
+    if split:
+        pairs = [[n, None] if i in split else [n] for i, n in enumerate(names)]
+        names = [n for pair in pairs for n in pair]
+    for axis in merge or ():
+        del names[axis + 1]
+    if transpose:
+        names = [None if a is None else names[a] for a in transpose]
+    if shape:
+        if len(shape) != len(names):
+            raise ValueError(f"{len(names)} names, {names}, for a shape of {shape}.")
+        names = [None if n == 1 else name for n, name in zip(shape, names)]
+    return PartitionSpec(*names) if isinstance(spec, PartitionSpec) else tuple(names)
+
+
+def unbox(maybe_boxed: Any) -> Any:
+    return flaxlib.unbox(maybe_boxed)
+
+
+def update_boxed(
+    boxed: Any,
+    *,
+    value: Any = None,
+    split: Collection[int] | None = None,
+    merge: Collection[int] | None = None,
+    transpose: Sequence[int | None] | None = None,
+) -> Any:
+    """Another value in the same kind of box, its axis names moved along."""
+    if not isinstance(boxed, nn.meta.AxisMetadata | nnx.Variable | jax.Array):
+        raise ValueError(f"Unsupported type: {type(boxed)}")  # noqa: TRY004
+    value = flaxlib.unbox(boxed) if value is None else value
+    moves = {"split": split, "merge": merge, "transpose": transpose}
+    held = flaxlib.unbox(boxed).shape if transpose else value.shape
+    shape = [1 if a is None else held[a] for a in transpose] if transpose else held
+    if value.ndim == len(shape):
+        shape = value.shape
+    change = functools.partial(update_sharding, shape=shape, **moves)
+    return flaxlib.like(boxed, value, change)
+
+
+# --- quantizing in place ----------------------------------------------------------------------
+
+
+def create_quantized_param(name: str, value: jax.Array, how: Any) -> WithAux:
+    """A parameter of the current module, quantized; the module keeps it in a box."""
+    module = get_current_module()
+    if isinstance(module, nn.Module) and not module.is_initializing():
+        raise ValueError(
+            "It seems you're feeding an unquantized param to a quantized model: "
+            f"{flaxlib.path_of(module)}/{name}. Pass it through quantize_params first."
+        )
+    box = WithAux(quantize_by_spec(value, _spec(how)), _spec(how))
+    flaxlib.replace_param(module, name, box)
+    return box
+
+
+def quantize_act(array: jax.Array, how: Any, rule: Any, act_name: str) -> QArray:
+    """An activation, with the static scale that the current module keeps if the rule asks."""
+    spec = _spec(how)
+    if not rule.act_static_scale:
+        return quantize_by_spec(array, spec)
+    with _here():
+        return quantize_to_range(array, spec, static_range(rule, act_name, spec, array))
+
+
+def quantize_linen_model(
+    model: nn.Module, provider: Any, methods: Collection[str]
+) -> nn.Module:
+    return quantize_model(model, provider, methods=methods)
+
+
+def quantize_nnx_model(
+    model: nnx.Module,
+    provider: Any,
+    *model_inputs: Any,
+    call_method: str = "__call__",
+    **model_inputs_kwargs: Any,
+) -> nnx.Module:
+    return quantize_model(
+        model, provider, *model_inputs, methods=(call_method,), **model_inputs_kwargs
+    )
+
+
+class SimpleMovingAverage:
+    """The mean of every range seen."""
+
+    def __init__(self, bootstrap_steps: int = 0):
+        self._average = Average(bootstrap_steps)
+
+    def init(self, calibration: Mapping[str, jax.Array]) -> QuantStat:
+        return self._average.init(calibration)
+
+    def update(self, quant_stat: Mapping, calibration: Mapping) -> QuantStat:
+        return self._average.update(quant_stat, calibration)
+
+    def get_calibration(
+        self, quant_stat: Mapping, default_calibration: Mapping | None = None
+    ) -> Calibration:
+        return self._average.range(quant_stat, default_calibration)
+
+
+# --- interception -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Interceptor(collections.abc.Mapping):
+    """{dotted path: what to call instead}, known by its `id`."""
+
+    mapping: dict[str, Callable]
+    id: int
+
+    def __getitem__(self, key: str) -> Callable:
+        return self.mapping[key]
+
+    def __iter__(self):
+        return iter(self.mapping)
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def __hash__(self) -> int:
+        return self.id
+
+
+# a provider without rules for each id, as our engine knows interceptors by theirs
+_identities: dict[int, QuantizationProvider] = collections.defaultdict(
+    lambda: QuantizationProvider([])
+)
+
+
+def wrap_func_intercepted(
+    func: Callable,
+    get_interceptor: Callable[[], Interceptor],
+    *,
+    disable_jit: bool,
+    input_transform: Callable = lambda *x: x,
+    output_transform: Callable = lambda x: x,
+    should_intercept: Callable[[], bool] = lambda: True,
+) -> Callable:
+    """`func`, during which calls of the functions mapped go to their handlers."""
+
+    @functools.wraps(func)
+    def wrapper(*args, **kwargs):
+        interceptor = get_interceptor()
+        identity = _identities[interceptor.id]
+        if intercept.is_active(identity) or not should_intercept():
+            return func(*args, **kwargs)
+        args, kwargs = input_transform(args, kwargs)
+        handlers = {intercept.watch(path): fn for path, fn in interceptor.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(intercept.active(identity, handlers))
+            if disable_jit:
+                stack.enter_context(jax.disable_jit())
+            output = func(*args, **kwargs)
+        return output_transform(output)
+
+    return wrapper
+
+
+def get_attribute(name: str) -> Any:
+    return getattr(*intercept.resolve(name))
+
+
+def has_attribute(name: str) -> bool:
+    try:
+        intercept.resolve(name)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""Unrolled: a contraction inside a Pallas kernel.
+
+`contract` visits tiles in a scan and lets the backend choose how to multiply. A kernel
+has neither loops over slices nor a choice: here each tile of the sum is a slice known
+while tracing, multiplied by lax.dot_general and scaled at once. What cannot be multiplied
+as codes (lookups, zero points) is dequantized first.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels import xla
+from midtread.numerics.dtypes import wide_dtype
+from midtread.numerics.qarray import QArray, dequantize
+from midtread.ops.api import Ops
+from midtread.ops.contraction import Dot
+from midtread.ops.engine import Operand, apply_scales, held, is_code, result_dtype
+from midtread.ops.untouched import untouched
+
+
+@untouched
+def contract_unrolled(c: Dot, lhs: Operand, rhs: Operand) -> jax.Array:
+    """`contract` for blocks in a kernel."""
+    if not isinstance(c, Dot):
+        raise NotImplementedError(f"{c.name} is not for kernels: write dot_general.")
+    result = c.preferred or result_dtype(lhs, rhs)
+    wide = wide_dtype(result_dtype(lhs, rhs))
+    lhs, rhs = _multipliable(lhs), _multipliable(rhs)
+    counts = _tile_counts(c, lhs, rhs)
+    total: Any = 0
+    for place in itertools.product(*map(range, counts.values())):
+        index = dict(zip(counts, place))
+        left = _tile(lhs, c.lhs, counts, index)
+        right = _tile(rhs, c.rhs, counts, index)
+        scales = [x.scale if isinstance(x, QArray) else None for x in (left, right)]
+        out = _multiply(c, held(left), held(right), wide)
+        total = total + apply_scales(c, out, wide, *scales)
+    return total.astype(result)
+
+
+def _multipliable(x: Operand) -> Operand:
+    if not isinstance(x, QArray) or (is_code(x) and x.zero_point is None):
+        return x
+    return dequantize(x)
+
+
+def _tile_counts(c: Dot, lhs: Operand, rhs: Operand) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for labels, x in ((c.lhs, lhs), (c.rhs, rhs)):
+        if not isinstance(x, QArray):
+            continue
+        for label, extent, count in zip(labels, x.qvalue.shape, x.scale.shape):
+            if count == 1 or label not in c.summed:
+                continue
+            if counts.setdefault(label, count) != count:
+                raise ValueError(
+                    f"Contracting axes must be tiled with the same tile size: {c.name} "
+                    f"meets tiles of {extent // count} and {extent // counts[label]}."
+                )
+    return counts
+
+
+def _tile(x: Operand, labels, counts: dict[str, int], index: dict[str, int]) -> Operand:
+    def cut(part: jax.Array) -> jax.Array:
+        for axis, label in enumerate(labels):
+            if label in counts and part.shape[axis] > 1:
+                size = part.shape[axis] // counts[label]
+                start = index[label] * size
+                part = lax.slice_in_dim(part, start, start + size, axis=axis)
+        return part
+
+    if not counts:
+        return x
+    if not isinstance(x, QArray):
+        return cut(x)
+    return x.replace(qvalue=cut(x.qvalue), scale=cut(x.scale))
+
+
+def _multiply(c: Dot, left: jax.Array, right: jax.Array, wide) -> jax.Array:
+    dtypes = xla.operand_dtypes(left.dtype, right.dtype)
+    integer = all(jnp.issubdtype(d, jnp.integer) for d in dtypes)
+    numbers, order = c.dimension_numbers
+    out = lax.dot_general(
+        left.astype(dtypes[0]),
+        right.astype(dtypes[1]),
+        numbers,
+        precision=c.precision,
+        preferred_element_type="int32" if integer else wide,
+    )
+    return out if order == sorted(order) else out.transpose(order)
+
+
+_unrolled = Ops(contract_unrolled)
+dot_general = _unrolled.dot_general
+dot = _unrolled.dot
+einsum = _unrolled.einsum
