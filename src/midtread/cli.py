@@ -9,6 +9,11 @@ from collections.abc import Callable, Sequence
 
 VERBS = {
     "train": "train a language model, or go on with a run",
+    "quantize": "write a quantized checkpoint of a run: midtread quantize runs/a ...",
+    "generate": "text from a checkpoint: midtread generate runs/a prompt=...",
+    "eval": "held-out loss of checkpoints, side by side: midtread eval runs/a runs/b",
+    "report": "one page of runs and checkpoints: midtread report runs/a runs/b",
+    "bench": "time and memory of a training step, beside the same in float",
     "explain": "what would be quantized, in which formats, and why the rest is not",
 }
 
@@ -18,6 +23,84 @@ def _train(words: Sequence[str]) -> None:
     from midtread.lm.train import train
 
     train(settings.load(words))
+
+
+def _quantize(words: Sequence[str]) -> None:
+    from midtread.lm import build, convert, settings
+    from midtread.report.terminal import Terminal
+
+    terminal = Terminal()
+    for path, config in settings.load_checkpoints(words):
+        folder = convert.quantize(config, path, terminal.say)
+        found = build.coverage(config, serve=True)
+        terminal.coverage(build.mode(config), build.summary(found), found.totals)
+        (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+
+
+def _generate(words: Sequence[str]) -> None:
+    from midtread.lm import convert, data, settings
+    from midtread.lm.config import require
+    from midtread.lm.generate import generate
+    from midtread.report.terminal import Terminal
+
+    terminal, found = Terminal(), settings.load_checkpoints(words)
+    require(len(found) == 1, "generate takes one checkpoint at a time.")
+    ((path, config),) = found
+    codec, model = data.tokenizer(config), convert.load(config, path)
+    terminal.stream(config.prompt[0])
+    made = generate(model, codec, config, on_text=terminal.stream)
+    terminal.stream("\n")
+    for text in made.texts[1:]:
+        terminal.say(f"---\n{text}")
+    terminal.say(
+        f"{made.tokens_per_second:,.1f} tokens/s, cache of {made.cache_bytes:,} bytes"
+    )
+
+
+def _eval(words: Sequence[str]) -> None:
+    from midtread.lm import eval as evals
+    from midtread.lm import settings
+    from midtread.report.terminal import Terminal
+
+    terminal = Terminal()
+    judged = evals.evaluate(settings.load_checkpoints(words))
+    terminal.table(*evals.COLUMNS, rows=evals.rows(judged))
+    for x in judged:
+        if x.steps_to_target is not None:
+            terminal.say(
+                f"{x.name}: target_loss after {x.steps_to_target} steps, "
+                f"{x.seconds_to_target:.1f} s"
+            )
+
+
+def _report(words: Sequence[str]) -> None:
+    import pathlib
+
+    from midtread.lm import eval as evals
+    from midtread.lm import settings
+    from midtread.report import html, run
+    from midtread.report.terminal import Terminal
+
+    found = settings.load_checkpoints(words)
+    judged = evals.evaluate(found)
+    section = html.Section(
+        "Held out",
+        "Loss in nats per token, on text that no run was trained on.",
+        columns=evals.COLUMNS,
+        rows=tuple(map(tuple, evals.rows(judged))),
+    )
+    folders = [pathlib.Path(path) for path, _ in found]
+    place = folders[0] if len(folders) == 1 else folders[0].parent
+    page = run.of_runs(folders, place / "report.html", (section,))
+    Terminal().say(f"report: {page}")
+
+
+def _bench(words: Sequence[str]) -> None:
+    from midtread.lm import bench, settings
+    from midtread.report.terminal import Terminal
+
+    timed = bench.bench(settings.load(words))
+    Terminal().table(*bench.COLUMNS, rows=bench.rows(timed))
 
 
 def _explain(words: Sequence[str]) -> None:
@@ -34,6 +117,11 @@ def _explain(words: Sequence[str]) -> None:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
+    "quantize": _quantize,
+    "generate": _generate,
+    "eval": _eval,
+    "report": _report,
+    "bench": _bench,
     "explain": _explain,
 }
 

@@ -1,5 +1,7 @@
 """Every key is typed, documented and strict; what is wrong is one line and exit code 2."""
 
+import pathlib
+
 import pytest
 
 from midtread import cli
@@ -99,3 +101,12 @@ def test_a_model_can_be_described_alone():
     assert Model(emb_dim=64).emb_dim == 64
     with pytest.raises(UsageError, match="head_dim=7 is odd"):
         Model(head_dim=7)
+
+
+def test_no_key_hides(tmp_path):
+    """Every key is read somewhere outside the file that defines it."""
+    root = pathlib.Path(settings.__file__).parents[1]
+    files = [*root.glob("lm/*.py"), root / "cli.py"]
+    text = "".join(p.read_text() for p in files if p.name != "config.py")
+    for name in keys():
+        assert f".{name}" in text or f'"{name}"' in text, name

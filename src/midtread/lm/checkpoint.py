@@ -175,7 +175,7 @@ def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
     """(the folder of the weights, the config beside them) of a run or a checkpoint."""
     root = pathlib.Path(path).resolve()
     require(root.is_dir(), f"no such run or checkpoint: {path}.")
-    if (root / "params").is_dir():
+    if (root / "params").is_dir():  # one checkpoint of a run, or a quantized one
         return root / "params", _config_above(root, path)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     steps = sorted(

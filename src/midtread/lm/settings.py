@@ -15,7 +15,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midtread.lm.config import SECTIONS, Config, UsageError, keys, kind, require
+from midtread.lm.config import (
+    SECTIONS,
+    Config,
+    Quantization,
+    UsageError,
+    keys,
+    kind,
+    require,
+)
 
 SHIPPED = pathlib.Path(__file__).parent / "configs"
 
@@ -25,8 +33,12 @@ def shipped() -> list[str]:
     return sorted(p.stem for p in SHIPPED.glob("*.yml") if p.stem != "base")
 
 
-def load(words: Sequence[str]) -> Config:
-    """`["file.yml", "steps=10"]` as a Config; the file is optional."""
+def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config:
+    """`["file.yml", "steps=10"]` as a Config; the file is optional.
+
+    Args:
+        under: values in place of the defaults: those of a checkpoint.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -40,11 +52,41 @@ def load(words: Sequence[str]) -> Config:
     name = written.get("model_name", read.get("model_name", ""))
     model = _file(name) if name else {}
     try:
-        merged = OmegaConf.merge(*(OmegaConf.create(x) for x in (model, read, written)))
+        merged = OmegaConf.merge(
+            *(OmegaConf.create(dict(x)) for x in (under or {}, model, read, written))
+        )
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise UsageError(str(error).splitlines()[0]) from None
     return validate(values)
+
+
+def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
+    """`["runs/a", "runs/b", "seed=1"]`: each checkpoint, and its own config under the
+    words. How it was trained says nothing about how to serve it: a float checkpoint is
+    float unless the words say otherwise."""
+    from midtread.lm import checkpoint, convert
+
+    paths = [w for w in words if "=" not in w and pathlib.Path(w).is_dir()]
+    rest = [w for w in words if w not in paths]
+    name = "load_parameters_path="
+    paths += [w.removeprefix(name) for w in rest if w.startswith(name)]
+    rest = [w for w in rest if not w.startswith(name)]
+    missing = [w for w in rest if "=" not in w and "/" in w and not w.endswith(".yml")]
+    require(not missing, f"no such run or checkpoint: {' '.join(missing)}.")
+    require(
+        paths, "which checkpoint? Give its folder, or load_parameters_path=<folder>."
+    )
+    found = []
+    for path in paths:
+        _, file = checkpoint.locate(path)
+        own = _file(str(file))
+        dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
+        if not convert.is_quantized(path):
+            dropped |= set(keys(Quantization))
+        under = {k: v for k, v in own.items() if k not in dropped}
+        found.append((path, load(rest, under)))
+    return found
 
 
 def validate(values: Mapping[str, Any]) -> Config:

@@ -204,11 +204,12 @@ def make_step(
 ):
     """`step(state, batch) -> state, metrics`, compiled; the old state is used up."""
     how = How(m, t, parts.graph, seed, pruning)
-    return lambda state, batch: _step(how, state, parts.random, batch)
+    return lambda state, batch: run(how, state, parts.random, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _step(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
+def run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
+    """One step."""
     key = jax.random.fold_in(jax.random.key(how.seed), state.step)
     masks = state.masks
     if how.pruning:

@@ -54,7 +54,7 @@ def of_runs(
         name = f" of {folder.name}" if len(folders) > 1 else ""
         for title, file in (
             ("Text" + name, "sample.txt"),
-            ("What was quantized in the training" + name, "coverage.txt"),
+            ("What was quantized" + name, "coverage.txt"),
             ("Data" + name, "data.json"),
             ("Config" + name, "config.yml"),
         ):

@@ -18,6 +18,10 @@ class Terminal:
     def say(self, text: str) -> None:
         self.console.print(escape(text), soft_wrap=True)
 
+    def stream(self, text: str) -> None:
+        """Text as it comes, without a new line."""
+        self.console.print(escape(text), end="", soft_wrap=True)
+
     def config(self, changed: dict[str, Any], folder: pathlib.Path) -> None:
         self.say(" ".join(f"{k}={v}" for k, v in changed.items()) or "all at defaults")
         self.say(f"every key and value: {folder / 'config.yml'}")

@@ -1,0 +1,81 @@
+"""Bench: a training step of this config beside the same in float.
+
+Compile seconds, bytes at the peak (as the compiled program says), and the median time of a
+step on a random batch.
+"""
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import jax
+
+from midtread.lm import build, data, step
+from midtread.lm import model as models
+from midtread.lm.config import Config, Model, Quantization, Training, keys, section
+
+STEPS = 10
+
+
+class Timed(NamedTuple):
+    name: str
+    step_seconds: float
+    tokens_per_second: float
+    compile_seconds: float
+    peak_bytes: int
+
+
+def in_float(config: Config) -> Config:
+    """The same without quantization."""
+    plain = {k: f.default for k, f in keys(Quantization).items()}
+    return dataclasses.replace(config, **plain)
+
+
+def measure(config: Config, name: str) -> Timed:
+    m, t = section(config, Model), section(config, Training)
+    config = dataclasses.replace(config, dataset_type="synthetic")
+    batch = jax.device_put(data.held_out(data.splits(config).train, config)[0])
+    model = build.for_training(config, models.create(m, config.seed))
+    state, parts = step.initial(model, t)
+    how = step.How(m, t, parts.graph, config.seed, None)
+    started = time.perf_counter()
+    compiled = step.run.lower(how, state, parts.random, batch).compile()
+    compile_seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    times = []
+    for _ in range(STEPS + 1):
+        started = time.perf_counter()
+        state, metrics = compiled(state, parts.random, batch)
+        jax.block_until_ready(metrics)
+        times.append(time.perf_counter() - started)
+    median = sorted(times[1:])[STEPS // 2]
+    tokens = batch["inputs"].size
+    return Timed(name, median, tokens / median, compile_seconds, peak)
+
+
+def bench(config: Config) -> list[Timed]:
+    """This config, and itself in float if it is quantized."""
+    plain = in_float(config)
+    timed = [measure(plain, plain.dtype)]
+    if plain != config:
+        timed.append(measure(config, config.quantization or "quant"))
+    return timed
+
+
+COLUMNS = ("", "step", "tokens/s", "speed", "compile", "peak bytes")
+
+
+def rows(timed: list[Timed]) -> list[list[str]]:
+    return [
+        [
+            x.name,
+            f"{1000 * x.step_seconds:.1f} ms",
+            f"{x.tokens_per_second:,.0f}",
+            f"{timed[0].step_seconds / x.step_seconds:.2f}x",
+            f"{x.compile_seconds:.1f} s",
+            f"{x.peak_bytes:,}",
+        ]
+        for x in timed
+    ]

@@ -1,0 +1,149 @@
+"""Convert: a float checkpoint becomes a quantized one, and a quantized one a model.
+
+`quantize` never holds the float model: it reads one parameter, quantizes it as the model
+under `PtqProvider` says, and keeps the codes; so memory is that of the quantized model and
+one float parameter (all layers of it, where layers are scanned). What is written has the
+float weights no more:
+
+    <folder>/config.yml    the model, and `quantization`, which says how to read the rest
+            /params        codes and scales, in a tree named like the model
+            /sizes.json    bytes of weights, before and after
+
+`load` builds the same model from shapes and puts the arrays into it: what then runs is
+what quantizing in memory would have given, bit for bit.
+"""
+
+import json
+import logging
+import pathlib
+import shutil
+from typing import Any
+
+import flax
+import jax
+from flax import nnx
+
+from midtread.lm import checkpoint, quantization, settings
+from midtread.lm import model as models
+from midtread.lm.build import some_tokens
+from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.model.quantize import quantize_model
+from midtread.providers.ptq import quantize_params
+
+FILE = "sizes.json"  # tells a quantized checkpoint from a run
+
+
+def is_quantized(path: str) -> bool:
+    return (pathlib.Path(path) / FILE).is_file()
+
+
+def abstract(config: Config) -> nnx.Module:
+    """The model to serve, holding shapes: float, or with codes in place of weights."""
+    m, provider = section(config, Model), quantization.serving(config)
+    if provider is None:
+        return models.abstract(m)
+    make = lambda: quantize_model(
+        models.Transformer(m, nnx.Rngs(0)), provider, some_tokens(config), donate=True
+    )
+    return nnx.eval_shape(make)
+
+
+def in_memory(config: Config, model: nnx.Module) -> nnx.Module:
+    """A float model, quantized to be served as the config says."""
+    provider = quantization.serving(config)
+    if provider is None:
+        return model
+    return quantize_model(model, provider, some_tokens(config), donate=True)
+
+
+def load(config: Config, path: str) -> nnx.Module:
+    """The model at `path`: a quantized checkpoint as it is; a float one quantized in
+    memory if the config asks for it."""
+    if not is_quantized(path):
+        model = models.abstract(section(config, Model))
+        state = nnx.state(model, nnx.Param)
+        nnx.update(model, checkpoint.load_weights(path, state))
+        return in_memory(config, model)
+    model = abstract(config)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    params = checkpoint.load_weights(path, params)
+    return nnx.merge(graph, params, rest)
+
+
+def destination(config: Config, source: str) -> pathlib.Path:
+    if config.save_quantized_params_path:
+        return pathlib.Path(config.save_quantized_params_path)
+    root = checkpoint.locate(source)[1].parent
+    return root.parent / f"{root.name}-{config.quantization or 'quant'}"
+
+
+def quantize(config: Config, source: str, say=print) -> pathlib.Path:
+    """Writes the quantized checkpoint of `source`; its folder."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    require(
+        not is_quantized(source), f"{source} is quantized already: give the float one."
+    )
+    require(
+        quantization.serving(config),
+        "quantize needs quantization: int8w, int4w, int8, fp8 ... or quant.",
+    )
+    folder = destination(config, source)
+    if folder.exists():
+        require(
+            config.overwrite and is_quantized(str(folder)),
+            f"{folder} is there already: choose another save_quantized_params_path, or "
+            "write overwrite=true.",
+        )
+        shutil.rmtree(folder)
+    served = abstract(config)
+    floats = nnx.state(models.abstract(section(config, Model)), nnx.Param)
+    wanted = flax.traverse_util.flatten_dict(nnx.to_pure_dict(floats))
+    weights, _ = checkpoint.locate(source)
+    made, before = {}, 0
+    for path, shape in wanted.items():
+        param = read_one(weights, path, shape)
+        before += param.nbytes
+        one = flax.traverse_util.unflatten_dict({path: param})
+        made |= flax.traverse_util.flatten_dict(quantize_params(one, served))
+        del param, one
+    tree = flax.traverse_util.unflatten_dict(made)
+    folder.mkdir(parents=True)
+    settings.save(config, folder / "config.yml")
+    writer = ocp.StandardCheckpointer()
+    writer.save((folder / "params").resolve(), tree)
+    writer.wait_until_finished()
+    after = nbytes(tree)
+    sizes = {"source": source, "float_bytes": before, "bytes": after}
+    sizes["bytes_on_disk"] = checkpoint.nbytes(folder / "params")
+    (folder / FILE).write_text(json.dumps(sizes, indent=1))
+    say(
+        f"{folder}: {after:,} bytes of weights instead of {before:,} "
+        f"({sizes['bytes_on_disk']:,} on disk)"
+    )
+    return folder
+
+
+def read_one(weights: pathlib.Path, path: tuple, shape: Any) -> jax.Array:
+    """One parameter of a checkpoint."""
+    import orbax.checkpoint as ocp
+
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+    item = flax.traverse_util.unflatten_dict({path: target})
+    arguments = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item, restore_args=arguments, partial_restore=True)
+    try:
+        got = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(weights, args)
+    except Exception as error:  # noqa: BLE001  whatever a damaged file makes it raise
+        reason = (str(error).splitlines() or ["it does not read"])[0][:200]
+        raise UsageError(f"{weights}: {'/'.join(map(str, path))}: {reason}") from None
+    return flax.traverse_util.flatten_dict(got)[path]
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of arrays at the bits of their dtypes: two int4 to a byte."""
+    from midtread.numerics.formats import dtype_bits
+
+    return sum(-(-x.size * dtype_bits(x.dtype) // 8) for x in jax.tree.leaves(tree))

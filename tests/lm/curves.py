@@ -1,0 +1,51 @@
+"""Twenty steps of training on the synthetic batch, for every value of `quantization`.
+
+`python -m tests.lm.curves` writes tests/golden/losses/jax-<minor>.json anew for the
+installed JAX; a change there has to be explained.
+"""
+
+import json
+import pathlib
+
+import jax
+
+from midtread.lm import build, data, model, quantization, settings, step
+from midtread.lm.config import Model, Training, section
+
+FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "losses"
+MINOR = ".".join(jax.__version__.split(".")[:2])
+PATH = FOLDER / f"jax-{MINOR}.json"
+BASE = ["tiny", "dtype=float32", "dataset_type=synthetic", "vocab_size=64", "steps=20"]
+MORE = {"intmp": ["quant_cfg_path=dense_llm_weight_only_scale"]}
+CASES = {
+    f"{name or 'float'}{'' if value.route != 'qwix' else ' (qwix)'}": (
+        [f"quantization={name}", *MORE.get(name, [])]
+        + (["use_qwix_quantization=true"] if value.route == "qwix" else [])
+    )
+    for name, values in quantization.VALUES.items()
+    for value in values
+}
+
+
+def curve(words, prepare=build.for_training):
+    """The losses of a run; `prepare(config, model)` quantizes it."""
+    config = settings.load([*BASE, *words])
+    m, t = section(config, Model), section(config, Training)
+    net = prepare(config, model.create(m, config.seed))
+    state, parts = step.initial(net, t)
+    batch = data.held_out(data.splits(config).train, config)[0]
+    run = step.make_step(m, t, parts, config.seed)
+    losses = []
+    for _ in range(config.steps):
+        state, metrics = run(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    golden = {}
+    for name, words in {"float": [], **CASES}.items():
+        golden[name] = [round(x, 6) for x in curve(words)]
+        print(name, golden[name][0], golden[name][-1], flush=True)
+        PATH.write_text(json.dumps(golden, indent=1) + "\n")

@@ -1,0 +1,280 @@
+"""Checkpoints quantized, read back, judged; text from them; caches in few bits."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import midtread as mt
+from midtread import cli
+from midtread.lm import cache, convert, data, model, settings
+from midtread.lm.config import Model, section
+from midtread.lm.generate import Sampling, choose, generate
+from midtread.lm.train import train
+
+WORDS = [
+    "tiny",
+    "num_decoder_layers=1",
+    "steps=8",
+    "learning_rate=0.01",
+    "max_new_tokens=12",
+]
+
+
+@nnx.jit
+def call(net, tokens, positions=None, cache=None):
+    return net(tokens, positions, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    words = [*WORDS, f"base_output_directory={folder}", "run_name=a"]
+    return str(train(settings.load(words)).folder)
+
+
+@pytest.mark.parametrize("value", ["int4w", "int8"])
+def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
+    ((_, config),) = settings.load_checkpoints([run, f"quantization={value}"])
+    folder = convert.quantize(config, run, say=lambda text: None)
+    codec = data.tokenizer(config)
+    ((_, own),) = settings.load_checkpoints([str(folder)])
+    assert own.quantization == value  # the checkpoint knows
+    stored = convert.load(own, str(folder))
+    in_memory = convert.load(config, run)
+    assert isinstance(stored.decoder.layers.mlp.wo.kernel, mt.WithAux)
+    both = [generate(m, codec, config) for m in (stored, in_memory)]
+    np.testing.assert_array_equal(both[0].tokens, both[1].tokens)
+    tokens = jnp.asarray([codec.encode("import os")])
+    np.testing.assert_array_equal(
+        call(stored, tokens).logits, call(in_memory, tokens).logits
+    )
+
+
+@pytest.mark.parametrize("value,bits", [("int8w", 8), ("int4w", 4)])
+def test_bytes_on_disk_are_what_the_format_promises(tmp_path, value, bits):
+    """On weights wide enough that names and shapes do not count."""
+    config = settings.load(["tiny", "emb_dim=512", "mlp_dim=1024", "num_decoder_layers=1",
+                            "head_dim=256", f"quantization={value}"])  # fmt: skip
+    import orbax.checkpoint as ocp
+
+    net = convert.in_memory(config, model.create(section(config, Model)))
+    params = nnx.to_pure_dict(nnx.state(net.decoder.layers.mlp, nnx.Param))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "params", params)
+    from midtread.lm.checkpoint import nbytes
+
+    weights = 3 * 512 * 1024
+    promised = weights * bits / 8 + 4 * (1024 + 1024 + 512)
+    assert convert.nbytes(params) == promised
+    assert nbytes(tmp_path / "params") < promised * 1.06 + 20_000
+
+
+def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
+    assert cli.main(["quantize", run, "quantization=int4w", "overwrite=true"]) == 0
+    out = capsys.readouterr().out
+    assert "bytes of weights instead of" in out and "int4" in out
+    quantized = f"{run}-int4w"
+    sizes = json.loads(pathlib.Path(quantized, "sizes.json").read_text())
+    assert sizes["bytes"] < sizes["float_bytes"] * 0.6  # the embedding is float
+    assert cli.main(["eval", run, quantized, "target_loss=9"]) == 0
+    table = capsys.readouterr().out
+    assert (
+        "bits/byte" in table
+        and "int4w" in table
+        and "target_loss after 8 steps" in table
+    )
+    assert cli.main(["generate", quantized, "prompt=[def f, class]", "temperature=1",
+                     "top_k=5", "quantize_kvcache=true", "kv_quant_dtype=fp8"]) == 0  # fmt: skip
+    text = capsys.readouterr().out
+    assert "def f" in text and "---\nclass" in text and "tokens/s" in text
+    assert cli.main(["report", run, quantized]) == 0
+    page = (pathlib.Path(run).parent / "report.html").read_text()
+    assert "<svg" in page and "a-int4w" in page
+
+
+WRONG = {
+    "no checkpoint": (["generate"], "which checkpoint?"),
+    "nowhere": (["eval", "load_parameters_path=/nowhere"], "/nowhere"),
+    "nothing to do": (["quantize", "{run}"], "quantize needs quantization"),
+    "for training": (["quantize", "{run}", "quantization=te_nvfp4"], "is for training"),
+    "there already": (["quantize", "{run}", "quantization=int8w"], "overwrite=true"),
+    "twice": (["quantize", "{run}-int8w", "quantization=int8w"], "quantized already"),
+    "another model": (["generate", "{run}", "emb_dim=64"], "{run}"),
+    "vocabulary": (["generate", "{run}", "vocab_size=200"], "has 257 tokens"),
+    "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line(run, case, capsys):
+    if not convert.is_quantized(f"{run}-int8w"):
+        cli.main(["quantize", run, "quantization=int8w"])
+        capsys.readouterr()
+    words, expected = WRONG[case]
+    assert cli.main([w.format(run=run) for w in words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert expected.format(run=run) in error
+
+
+# --- caches -----------------------------------------------------------------------------------
+
+SMALL = {
+    "dtype": "float32",
+    "num_decoder_layers": 2,
+    "emb_dim": 32,
+    "head_dim": 16,
+    "mlp_dim": 32,
+}
+MLA = {**SMALL, "attention_type": "mla", "num_experts": 4, "num_experts_per_tok": 2,
+       "first_num_dense_layers": 1, "moe_mlp_dim": 16, "routed_score_func": "sigmoid"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [SMALL, MLA], ids=["gqa", "mla"])
+def test_a_cache_changes_nothing(fields, key):
+    m = Model(**fields)
+    net = model.create(m)
+    tokens = jax.random.randint(key, (2, 8), 0, 256)
+    whole = call(net, tokens).logits
+    out = call(net, tokens[:, :5], cache=cache.make(m, 2, 8))
+    np.testing.assert_allclose(out.logits, whole[:, :5], atol=2e-5)
+    for i in range(5, 8):
+        out = call(net, tokens[:, i : i + 1], jnp.full((2, 1), i), out.cache)
+        np.testing.assert_allclose(out.logits, whole[:, i : i + 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("axis", ["dkv", "heads_and_dkv"])
+@pytest.mark.parametrize("fmt,error", [("int8", 0.02), ("fp8", 0.08), ("int4", 0.35)])
+def test_caches_in_few_bits(fmt, axis, error, key):
+    m = Model(**SMALL)
+    net = model.create(m)
+    tokens = jax.random.randint(key, (2, 8), 0, 256)
+    made = cache.make(m, 2, 8, (fmt, axis))
+    rows = made["layers"].rows["k"]
+    heads = m.num_kv_heads if axis == "dkv" else 1
+    assert rows.scale.shape == (2, 2, 8, heads, 1)
+    assert rows.qvalue.dtype == {"int8": jnp.int8, "int4": jnp.int4}.get(
+        fmt, jnp.float8_e4m3fn
+    )
+    out = call(net, tokens, cache=made).logits
+    exact = call(net, tokens).logits
+    assert 0 < float(jnp.abs(out - exact).max()) < error * float(jnp.abs(exact).max())
+    bits = 4 if fmt == "int4" else 8
+    values = 2 * 2 * 2 * 8 * m.num_kv_heads * m.head_dim
+    assert cache.nbytes(made) == values * bits // 8 + 2 * 2 * 2 * 8 * heads * 4
+
+
+def test_prompts_of_any_length_do_not_disturb_each_other():
+    config = settings.load(
+        ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=6"]
+    )
+    net, codec = model.create(section(config, Model)), data.tokenizer(config)
+    together = generate(net, codec, config, ["a longer prompt", "x"])
+    alone = generate(net, codec, config, ["x"])
+    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+
+
+def test_sampling(key):
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    draw = lambda how: {
+        int(choose(logits, jax.random.fold_in(key, i), how)[0]) for i in range(60)
+    }
+    assert draw(Sampling()) == {0}
+    assert draw(Sampling(1.0)) >= {0, 1, 2}
+    assert draw(Sampling(1.0, top_k=2)) == {0, 1}
+    assert draw(Sampling(1.0, top_p=0.6)) == {0, 1}
+    assert draw(Sampling(1.0, top_p=0.01)) == {0}
+
+
+def test_text_comes_as_it_is_made():
+    config = settings.load(["tiny", "num_decoder_layers=1", "max_new_tokens=8"])
+    net, codec = model.create(section(config, Model)), data.tokenizer(config)
+    pieces = []
+    made = generate(net, codec, config, ["ab"], on_text=pieces.append)
+    assert made.texts[0].startswith("ab") and len(made.tokens[0]) == 8
+    text = codec.decode(made.tokens[0])
+    assert text.startswith("".join(pieces))
+
+
+# --- experts ----------------------------------------------------------------------------------
+
+
+def test_experts_are_a_sum_over_the_chosen(key):
+    """Against every expert run on every token, in float64's stead: plain matmuls."""
+    from midtread.lm.moe import Moe
+
+    m = Model(
+        dtype="float32", num_experts=4, num_experts_per_tok=2, emb_dim=16, moe_mlp_dim=8
+    )
+    moe = Moe(m, nnx.Rngs(0))
+    x = jax.random.normal(key, (2, 5, 16))
+    got, balance = moe(x)
+    weights, chosen, _ = moe.route(x.reshape(10, 16))
+    flat, expected = x.reshape(10, 16), np.zeros((10, 16))
+    for n in range(10):
+        for k in range(2):
+            e = int(chosen[n, k])
+            hidden = jax.nn.silu(flat[n] @ moe.wi_0[e]) * (flat[n] @ moe.wi_1[e])
+            expected[n] += float(weights[n, k]) * np.asarray(hidden @ moe.wo[e])
+    np.testing.assert_allclose(got.reshape(10, 16), expected, atol=1e-5)
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+    assert 0.9 < float(balance) < 2.5
+
+
+def test_groups_limit_the_choice(key):
+    from midtread.lm.moe import within_best_groups
+
+    m = Model(
+        num_experts=8, num_experts_per_tok=2, n_routing_groups=4, topk_routing_group=1
+    )
+    choice = jnp.array([[0.9, 0.0, 0.6, 0.5, 0.1, 0.2, 0.3, 0.3]])
+    kept = within_best_groups(m, choice)
+    assert jnp.isfinite(kept).tolist() == [[False, False, True, True, *[False] * 4]]
+
+
+SIZES = {"llama3-8b": 8_030_261_248, "deepseek-v3": 671_026_419_200,
+         "qwen3-moe-30b": 30_532_122_624}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_real_parameter_counts(name):
+    config = settings.load([name])
+    net = model.abstract(section(config, Model))
+    assert model.parameters(net) == SIZES[name]
+
+
+def test_explain_of_the_largest(capsys):
+    assert cli.main(["explain", "deepseek-v3", "quantization=fp8_full"]) == 0
+    out = capsys.readouterr().out
+    assert "671,026,419,200 parameters" in out and "76.2% of 3.07 PFLOP" in out
+
+
+@pytest.mark.slow
+def test_bench_compares_with_float(capsys):
+    words = ["tiny", "num_decoder_layers=1", "emb_dim=16", "quantization=int8w"]
+    assert cli.main(["bench", *words]) == 0
+    out = capsys.readouterr().out
+    assert "bfloat16" in out and "int8w" in out and "peak bytes" in out
+
+
+def test_layers_in_a_list_are_the_same_model(key):
+    tokens = jax.random.randint(key, (1, 6), 0, 256)
+    m = Model(**SMALL)
+    scanned = model.create(m)
+    listed = model.create(dataclasses.replace(m, scan_layers=False))
+    layers = listed.decoder.layers
+    stacked = nnx.to_pure_dict(nnx.state(scanned.decoder.layers, nnx.Param))
+    for i, layer in enumerate(layers):
+        one = nnx.state(layer, nnx.Param)
+        nnx.replace_by_pure_dict(one, jax.tree.map(lambda a, i=i: a[i], stacked))
+        nnx.update(layer, one)
+    listed.token_embedder.embedding[...] = scanned.token_embedder.embedding[...]
+    np.testing.assert_allclose(
+        call(listed, tokens).logits, call(scanned, tokens).logits, atol=1e-5
+    )
