@@ -1,0 +1,156 @@
+"""install(): what resolves to what, and what is said where nothing does."""
+
+import importlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+import midtread as mt
+from midtread.interop import qwix as place
+from midtread.interop.qwix.table import LINKS, MODULES
+from midtread.model import weights
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Our Qwix in this process, and whatever was there before put back."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "qwix"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    place.install()
+    yield importlib.import_module("qwix")
+    weights.replace_finder(None)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "qwix"]:
+        del sys.modules[name]
+
+
+def test_every_row_leads_somewhere(installed):
+    missing = []
+    for path, rows in MODULES.items():
+        module = importlib.import_module(path)
+        for name in rows:
+            if not hasattr(module, name):
+                missing.append(name)
+    assert {n.removeprefix("Odml") for n in missing} <= {
+        "QatProvider",
+        "ConversionProvider",
+    }
+    for path, row in LINKS.items():
+        assert callable(place._ours(row, path))
+
+
+def test_the_names_are_ours(installed):
+    assert installed.QArray is mt.QArray and installed.QtProvider is mt.QtProvider
+    assert importlib.import_module("qwix.pallas").QArray is mt.QArray
+    assert installed.__version__ == "0.1.8"
+    place.install()  # again: nothing changes
+    assert importlib.import_module("qwix") is installed
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwix.QtProvder", "no 'QtProvder' here. The nearest is 'QtProvider'"),
+        ("qwix._src.core.qarray.quantize_apy", "The nearest is 'quantize_api'"),
+        ("qwix._src.core.qarry", "The nearest is 'qarray'"),
+        ("qwix._src.core.pallas.get_symmetric_bond", "core.numerics.get_symmetric_bound"),
+        ("qwix._src.aux_data", "There are: averaging, core, flax_util"),
+    ],
+)  # fmt: skip
+def test_unknown_names(installed, name, said):
+    parent, _, attribute = name.rpartition(".")
+    with pytest.raises(AttributeError) as error:
+        getattr(importlib.import_module(parent), attribute)
+    assert said in str(error.value)
+
+
+def test_unknown_modules(installed):
+    with pytest.raises(
+        ModuleNotFoundError, match="nearest is qwix._src.core.einsum_info"
+    ):
+        importlib.import_module("qwix._src.core.einsum_infos")
+    with pytest.raises(ImportError):
+        from qwix._src.core import nothing  # noqa: F401  # pyright: ignore
+
+
+def test_replacing_a_name_reaches_us_or_is_said(installed):
+    util = importlib.import_module("qwix._src.utils.flax_util")
+    original = util.find_param
+    util.find_param = lambda x, kind=None: "found"
+    assert weights.find_param(None, None) == "found"
+    util.find_param = original
+    assert weights._finder is None
+    qarray = importlib.import_module("qwix._src.core.qarray")
+    with pytest.warns(UserWarning, match="does not ask for it"):
+        qarray.dequantize = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qarray.compute_scale_zero_point = lambda *_: (_ for _ in ()).throw(KeyError)
+    how = qarray.HowToQuantize(qtype="int8")
+    with pytest.raises(KeyError):
+        qarray.quantize(mt.dequantize(mt.quantize(_ones(), "int8")), how)
+
+
+def _ones():
+    import jax.numpy as jnp
+
+    return jnp.ones((2, 2))
+
+
+def test_installing_too_late(monkeypatch):
+    real = type(sys)("qwix")
+    real.__file__ = "/somewhere/qwix/__init__.py"
+    monkeypatch.setitem(sys.modules, "qwix", real)
+    with pytest.raises(RuntimeError, match="imported already, from /somewhere"):
+        place.install()
+
+
+def test_subclasses_of_what_is_never_called_are_refused():
+    with pytest.raises(TypeError, match="Late overrides _create_dot_general_qt_config"):
+
+        class Late(mt.QtProvider):
+            def _create_dot_general_qt_config(self, *args):
+                return None
+
+
+def run(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_running_somebody_elses_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import sys, qwix; print(qwix.QtRule.__module__, sys.argv[1:])")
+    done = run("-m", "midtread.interop.qwix", str(program), "--flag")
+    assert done.stdout == "midtread.model.rules ['--flag']\n", done.stderr
+    done = run("-m", "midtread.interop.qwix")
+    assert done.returncode and "usage:" in done.stderr
+
+
+TIME = """
+import sys, time
+import jax, flax.linen, flax.nnx, jax.experimental.pallas
+before, start = set(sys.modules), time.process_time()
+import midtread
+print(time.process_time() - start)
+print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))
+"""
+EXTRAS = {
+    "qwix",
+    "orbax",
+    "safetensors",
+    "grain",
+    "optax",
+    "yaml",
+    "matplotlib",
+    "jinja2",
+}
+
+
+def test_importing_is_quick_and_brings_no_extra():
+    """Under a second of the processor beyond jax and flax."""
+    seconds, new = run("-c", TIME).stdout.splitlines()
+    assert float(seconds) < 1
+    assert not EXTRAS & set(new.split()), new
