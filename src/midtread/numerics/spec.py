@@ -112,6 +112,15 @@ class Spec:
     def tiles(self) -> dict:
         return dict(self.tiled_axes)
 
+    # What Qwix calls two of the fields, for code that reads a parameter's `how`.
+    @property
+    def qtype(self) -> Any:
+        return self.format.qtype
+
+    @property
+    def calibration_method(self) -> str:
+        return str(self.calibration)
+
     @property
     def method(self) -> str:
         return self.calibration.method
