@@ -47,7 +47,9 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 def unbox(x: Any) -> Any:
     """The array inside metadata boxes and variables, without applying constraints."""
-    boxes = nn.meta.AxisMetadata | nnx.Variable
+    if isinstance(x, jax.Array) and not isinstance(x, nnx.Variable):
+        return x  # most of the time
+    boxes = (nn.meta.AxisMetadata, nnx.Variable)
 
     def open_(x):
         if isinstance(x, nnx.Variable):
