@@ -28,7 +28,12 @@ from midtread.kernels import cpu, xla
 from midtread.numerics import views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, calibrate, quantize_to_range
+from midtread.numerics.qarray import (
+    QArray,
+    calibrate,
+    dequantize,
+    quantize_to_range,
+)
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
@@ -107,6 +112,9 @@ def scaled(
     Args:
         tiles: the number of tiles of each summed label that scales vary along.
     """
+    out = few_rows(labels, lhs, rhs)
+    if out is not None:
+        return out
     reason = why_not_scaled(labels, lhs, rhs, tiles)
     if not _taken(reason, "this matmul of codes"):
         return None
@@ -184,7 +192,7 @@ def weight_only(
     x, w, x_labels, w_labels = lhs, rhs, lhs_labels, rhs_labels
     if isinstance(lhs, QArray):
         x, w, x_labels, w_labels = rhs, lhs, rhs_labels, lhs_labels
-    if xla.platform() != "cpu" or not _is_plain_weight(x, w):
+    if not _is_plain_weight(x, w):
         return None
     summed = tuple(a for a, label in enumerate(w_labels) if label not in out_labels)
     kept = tuple(a for a in range(w.ndim) if a not in summed)
@@ -201,13 +209,9 @@ def weight_only(
         inner = _as_matrix(scale, w.qvalue.shape, summed, kept)
         if inner is None:
             return None
-    counts = (1, 1) if inner is None else inner.shape
-    if not cpu.supports(w.format, matrix[0], x_MK.shape[0], counts):
+    out = _weight_dot(x_MK, w, matrix, inner, precision)
+    if out is None:
         return None
-    codes_RC = w.qvalue.reshape(matrix[0])
-    how = {"fmt": w.format, "summed": matrix[1], "precision": precision}
-    out = cpu.dot(x_MK, codes_RC, inner, **how)
-
     extents = [w.qvalue.shape[a] for a in kept]
     if inner is None:
         counts = [scale.shape[a] for a in kept]
@@ -219,6 +223,62 @@ def weight_only(
     labels = [x_labels[a] for a in alone] + [w_labels[a] for a in kept]
     out = out.reshape(*(x.shape[a] for a in alone), *extents)
     return out.transpose([labels.index(label) for label in out_labels])
+
+
+def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
+    """Rows times a weight seen as a matrix, by this platform's kernel."""
+    (shape, summed), fmt = matrix, w.format
+    counts = (1, 1) if inner is None else inner.shape
+    codes = w.qvalue.reshape(shape)
+    if xla.platform() == "cpu" and wanted() != "interpret":
+        if wanted() == "xla" or not cpu.supports(fmt, shape, x_MK.shape[0], counts):
+            return None
+        how = {"fmt": fmt, "summed": summed, "precision": precision}
+        return cpu.dot(x_MK, codes, inner, **how)
+    reason = _why_no_gpu(hopper=False)
+    if reason is None:
+        how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype)
+        reason = _kernels().why_not_weight(*how)
+    if not _taken(reason, f"these rows by a weight of {fmt.name}"):
+        return None
+    return _kernels().weight(x_MK, codes, inner, fmt, _interpret())
+
+
+def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
+    """Codes times codes where one side has few rows: a GPU is as busy reading the other
+    side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
+    if _why_no_gpu(hopper=False) is not None or wanted() == "gpu":
+        return None
+    sizes = [_num_kept(x, of, labels) for x, of in ((lhs, labels[0]), (rhs, labels[1]))]
+    side = int(sizes[1] < sizes[0])
+    x, of = (lhs, rhs)[side], labels[side]
+    w = (rhs, lhs)[side]
+    if sizes[side] > _kernels().MAX_ROWS or not isinstance(w, QArray):
+        return None
+    factor = None
+    if not isinstance(x, QArray):
+        few = x.astype(jnp.bfloat16)
+    elif x.zero_point is None and all(
+        n == 1 or label in labels[2] for label, n in zip(of, x.scale.shape)
+    ):
+        few, factor = x.qvalue.astype(jnp.bfloat16), x.scale
+    else:
+        few = views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape)
+    out = weight_only(*labels, *((few, w) if side == 0 else (w, few)))
+    if out is None or factor is None:
+        return out
+    order = sorted(
+        range(len(of)),
+        key=lambda a: labels[2].index(of[a]) if of[a] in labels[2] else -1,
+    )
+    extent = dict(zip(of, factor.shape))
+    laid = factor.transpose(order).reshape([extent.get(a, 1) for a in labels[2]])
+    return views.broadcast_with(jnp.multiply, out, laid.astype(jnp.float32))
+
+
+def _num_kept(x, of: Labels, labels) -> int:
+    shape = (x.qvalue if isinstance(x, QArray) else x).shape
+    return math.prod(n for n, label in zip(shape, of) if label in labels[2])
 
 
 def _is_plain_weight(x, w) -> bool:

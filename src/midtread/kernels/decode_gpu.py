@@ -83,12 +83,27 @@ _LOOK_UP = """
 """  # lop3 0xca: m ? y : x
 
 
-def _asm(body: str, p, dtype):
+# Four signed bytes in $4 to float32: 128 + b in the low bits of 2^23, subtracted again.
+_BYTES = """
+    .reg .b32 p, a, b, c, d;
+    xor.b32 p, $4, 0x80808080;
+    prmt.b32 a, p, 0x4b000000, 0x7440;
+    prmt.b32 b, p, 0x4b000000, 0x7441;
+    prmt.b32 c, p, 0x4b000000, 0x7442;
+    prmt.b32 d, p, 0x4b000000, 0x7443;
+    sub.f32 $0, a, 0f4B000080;
+    sub.f32 $1, b, 0f4B000080;
+    sub.f32 $2, c, 0f4B000080;
+    sub.f32 $3, d, 0f4B000080;
+"""
+
+
+def _asm(body: str, p, dtype, num_out: int = 2):
     """`body` on every four bytes of `p`."""
     return pltriton.elementwise_inline_asm(
         "{" + body + "}",
         args=[p],
-        constraints="=r,=r,r",
+        constraints="=r," * num_out + "r",
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(p.shape, dtype)],
     )[0]
@@ -109,6 +124,8 @@ def _planes(p, fmt: Format, dtype, native: bool) -> tuple:
     """Values of the codes in the bytes `p`, one array per code in a byte, exact."""
     dtype = np.dtype(dtype)
     if dtype_bits(fmt.dtype) == 8:
+        if native and fmt.dtype.name == "int8" and dtype.itemsize == 4:
+            return (_asm(_BYTES, p, dtype, num_out=4),)
         return (p.astype(dtype),)
     if native:
         narrow = dtype if dtype.itemsize == 2 else np.dtype(jnp.bfloat16)
@@ -184,35 +201,37 @@ def _fma_body(
 def _dot_body(
     x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, rows, group, native
 ):
+    """The same by tensor cores, for `block_m` rows of which `rows` are real."""
     num_k, num_b = w_ref.shape[0], blocks.n
-    planes, block_m = out_ref.shape[0], out_ref.shape[1]
-    mask = None
+    planes, block_m = out_ref.shape[0], x_ref.shape[0]
+    mask = other = None
     if rows < block_m:
-        mask = lax.broadcasted_iota(jnp.int32, (block_m, blocks.k), 0) < rows
+        inside = lax.broadcasted_iota(jnp.int32, (block_m, blocks.k), 0)
+        mask, other = inside < rows, 0
+    step = blocks.k * blocks.loads
 
     def body(i, total):
-        at = pl.ds(i * blocks.k, blocks.k)
-        w = w_ref[at, :]
-        x = pltriton.load(x_ref.at[:, at], mask=mask, other=None if mask is None else 0)
-        values = _planes(w, fmt, x.dtype, native)
-        out = []
-        for p in range(planes):
-            part = lax.dot_general(
-                x,
-                values[p],
-                (((1,), (0,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            )
-            if group:
-                s = s_ref[p, i * blocks.k // group, :]
-                part = part * s.astype(jnp.float32)[None, :]
-            out.append(total[p] + part)
-        return out
+        starts = [i * step + u * blocks.k for u in range(blocks.loads)]
+        at = [pl.ds(start, blocks.k) for start in starts]
+        w = [w_ref[a, :] for a in at]  # all under way before the first is used
+        x = [pltriton.load(x_ref.at[:, a], mask=mask, other=other) for a in at]
+        for u, start in enumerate(starts):
+            values = _planes(w[u], fmt, x[u].dtype, native)
+            for p in range(planes):
+                part = pltriton.dot(x[u], values[p]).astype(jnp.float32)
+                if group:
+                    s = s_ref[p, start // group, :]
+                    part = part * s.astype(jnp.float32)[None, :]
+                total = [*total[:p], total[p] + part, *total[p + 1 :]]
+        return total
 
     start = [jnp.zeros((block_m, num_b), jnp.float32)] * planes
-    total = lax.fori_loop(0, num_k // blocks.k, body, start)
+    total = lax.fori_loop(0, num_k // step, body, start)
+    keep = None
+    if rows < block_m:
+        keep = lax.broadcasted_iota(jnp.int32, (1, block_m, num_b), 1) < rows
     for p in range(planes):
-        out_ref[p] = total[p]
+        pltriton.store(out_ref.at[pl.ds(p, 1)], total[p][None], mask=keep)
 
 
 def weight_matmul(
@@ -222,11 +241,14 @@ def weight_matmul(
     *,
     fmt: Format,
     blocks: Blocks,
-    block_m: int = 16,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in float32: x times the codes' values, group scales applied."""
+    """[M, B, P] in float32: x times the codes' values, group scales applied.
+
+    Columns of the result are those of the codes: byte b holds columns b P .. b P + P - 1.
+    """
     m, k = x_MK.shape
+    block_m = max(16, 1 << (m - 1).bit_length())
     num_b = bytes_KB.shape[1]
     planes = 8 // dtype_bits(fmt.dtype)
     group = None if scale_PGB is None else k // scale_PGB.shape[1]
@@ -256,11 +278,9 @@ def weight_matmul(
         out_specs=pl.BlockSpec(
             (None, planes, padded, blocks.n), lambda i, j: (j, 0, 0, i)
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            (blocks.split, planes, padded, num_b), jnp.float32
-        ),
+        out_shape=jax.ShapeDtypeStruct((blocks.split, planes, m, num_b), jnp.float32),
         compiler_params=triton_params(blocks.warps, blocks.stages),
         interpret=interpret,
     )(*args)
     out = jnp.sum(out, 0) if blocks.split > 1 else out[0]
-    return out[:, :m].transpose(1, 2, 0).reshape(m, num_b * planes)
+    return out.transpose(1, 2, 0)

@@ -1,9 +1,15 @@
-"""Tuned: block sizes per device and shape, measured; a rule of thumb elsewhere.
+"""Tuned: block sizes per device and shape class, measured; another device takes the H200's.
 
-`<device>.json` holds what `benchmarks/gpu.py` found best. A miss is no error: the rules
-here were read off the same measurements.
+`<device>.json` holds what the sweeps behind docs/log.md found best:
+
+    scaled     8-bit matmuls of many rows
+    weights    few rows against a stored weight: the first entry with these bits, at least
+               so many rows and at most so many bytes ("columns") in a row of the weight
+
+A shape that a block does not divide gets a smaller one (`fit`).
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,7 +17,12 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.matmul_gpu import Blocks
+from midtread.numerics.formats import Format, dtype_bits
+
+HERE = pathlib.Path(__file__).parent
+DEFAULT = "nvidia-h200"
 
 
 def device_kind() -> str:
@@ -23,17 +34,49 @@ def device_kind() -> str:
 
 @functools.cache
 def table(device: str) -> dict:
-    path = pathlib.Path(__file__).parent / f"{device}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    path = HERE / f"{device}.json"
+    return json.loads((path if path.exists() else HERE / f"{DEFAULT}.json").read_text())
 
 
-def scaled_blocks(dtype, out_dtype, shape: tuple[int, int, int]) -> Blocks:
-    """Of the scaled matmul of [m, k] by [n, k]; `shape` is (m, n, k)."""
-    m, n, _ = shape
-    stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
-    key = "scaled 8-bit" if min(m, n) >= 512 else "scaled 8-bit, few rows"
-    found = table(device_kind()).get(key)
-    blocks = Blocks(**found) if found else Blocks(64, 256, 128, split="m", minor=0)
-    if m < 256 or n < 256:
+def scaled_blocks(out_dtype, shape: tuple[int, int]) -> Blocks:
+    """Of the scaled matmul with a result of `shape`."""
+    if min(shape) < 256:
         blocks = Blocks(64, 128, 128, split="m")
-    return Blocks(**{**vars(blocks), "stages": stages})
+    else:
+        blocks = Blocks(**table(device_kind())["scaled"])
+    stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3  # shared memory is 227 kB
+    return dataclasses.replace(blocks, stages=stages)
+
+
+def weight_blocks(
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None
+) -> WeightBlocks | None:
+    """Of `rows` rows by a weight of `shape` bytes; None if nothing fits."""
+    bits = dtype_bits(fmt.dtype)
+    for entry in table(device_kind())["weights"]:
+        matches = entry["bits"] == bits and entry["columns"] <= shape[1]
+        if matches and rows <= entry["rows"]:
+            blocks = fit(WeightBlocks(**entry["blocks"]), shape, group)
+            if blocks is not None:
+                return blocks
+    return None
+
+
+def fit(
+    blocks: WeightBlocks, shape: tuple[int, int], group: int | None
+) -> WeightBlocks | None:
+    """`blocks`, made smaller where they do not divide the weight or its groups."""
+    num_k, num_b = shape
+    k, loads, split, n = blocks.k, blocks.loads, blocks.split, blocks.n
+    while num_b % n and n > 32:
+        n //= 2
+    if blocks.how == "dot":
+        k = min(k, group or k)
+    elif group and (k * loads) % group:
+        return None
+    unit = max(k * loads, group or 1)
+    while num_k % (split * unit) and split > 1:
+        split //= 2
+    if num_b % n or num_k % (split * unit) or k < (16 if blocks.how == "dot" else 1):
+        return None
+    return dataclasses.replace(blocks, n=n, k=k, split=split)
