@@ -127,7 +127,7 @@ def why_not_scaled(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
     if reason is not None:
         return reason
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
-    if not cpu.is_local(*parts):
+    if _is_explicit(*parts):
         return "its operands are laid out over a mesh with explicit axes"
     if tiles:
         return _kernels().why_not_blocked(labels, lhs, rhs, tiles)
@@ -171,6 +171,12 @@ def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
             "a model over several devices is quantized by XLA, which can partition it"
         )
     return _kernels().why_not_quantize(x, spec, summed, factor)
+
+
+def _is_explicit(*arrays) -> bool:
+    """Laid out over mesh axes that are part of the type, which kernels do not follow."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return any(AxisType.Explicit in getattr(m, "axis_types", ()) for m in meshes)
 
 
 def is_alone() -> bool:
@@ -230,12 +236,16 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
     (shape, summed), fmt = matrix, w.format
     counts = (1, 1) if inner is None else inner.shape
     codes = w.qvalue.reshape(shape)
-    if xla.platform() == "cpu" and wanted() != "interpret":
-        if wanted() == "xla" or not cpu.supports(fmt, shape, x_MK.shape[0], counts):
+    if xla.platform() == "cpu" and wanted() in (None, "xla"):
+        if wanted() == "xla" or not cpu.is_local(x_MK, w.qvalue, w.scale):
+            return None
+        if not cpu.supports(fmt, shape, x_MK.shape[0], counts):
             return None
         how = {"fmt": fmt, "summed": summed, "precision": precision}
         return cpu.dot(x_MK, codes, inner, **how)
     reason = _why_no_gpu(hopper=False)
+    if reason is None and _is_explicit(x_MK, w.qvalue):
+        reason = "its operands are laid out over a mesh with explicit axes"
     if reason is None:
         how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype)
         reason = _kernels().why_not_weight(*how)
@@ -282,13 +292,12 @@ def _num_kept(x, of: Labels, labels) -> int:
 
 
 def _is_plain_weight(x, w) -> bool:
-    """Codes and scales alone, against a float array on the same device."""
+    """Codes and scales alone, against a float array."""
     if isinstance(x, QArray) or not isinstance(w, QArray) or not is_wide(x.dtype):
         return False
     if w.zero_point is not None or w.pre_scale is not None:
         return False
-    doubles = np.dtype(np.float64) in (x.dtype, w.scale.dtype)
-    return not doubles and cpu.is_local(x, w.qvalue, w.scale)
+    return np.dtype(np.float64) not in (x.dtype, w.scale.dtype)
 
 
 def _as_matrix(scale, shape, summed, kept) -> jax.Array | None:

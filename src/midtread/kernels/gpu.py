@@ -369,7 +369,8 @@ def _scaled_call(out_dtype, interpret: bool) -> Callable:
         blocks = tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
         return matmul_gpu.scaled_matmul(a, b, sa, sb, out_dtype, blocks, interpret)
 
-    return as_function(kernel, plain, "m k, n k, m, n -> m n", replicated=("k",))
+    axes = "m k, n k, m, n -> m n"
+    return as_function(kernel, plain, axes, ("k",), can_place=not interpret)
 
 
 @functools.cache
@@ -385,25 +386,32 @@ def _blocked_call(out_dtype, interpret: bool) -> Callable:
     def kernel(a, b, sa, sb):
         return blocked_gpu.blocked_matmul(a, b, sa, sb, out_dtype, interpret)
 
-    replicated = ("k", "t", "c")
-    return as_function(kernel, plain, "m k, n k, t m, t c -> m n", replicated)
+    axes, replicated = "m k, n k, t m, t c -> m n", ("k", "t", "c", "n")
+    return as_function(kernel, plain, axes, replicated, can_place=not interpret)
 
 
 def as_function(
-    kernel: Callable, plain: Callable, axes: str, replicated: tuple[str, ...] = ()
+    kernel: Callable,
+    plain: Callable,
+    axes: str,
+    replicated: tuple[str, ...] = (),
+    can_place: bool = True,
 ) -> Callable:
     """`kernel` with the gradients of `plain`, a loop under vmap, and its own sharding.
 
     Args:
         axes: of arguments and result, as in einops; one result.
         replicated: names among them along which a device needs everything.
+        can_place: False for interpreted Mosaic kernels, which custom_partitioning cannot
+            hold; they run on one device.
     """
     kernel = jax.jit(kernel)  # lowered once for all layers that look alike
     placed = _partitioned(kernel, axes, replicated)
 
     @custom_vmap
     def mapped(*args):
-        return placed(*args) if jax.device_count() > 1 else kernel(*args)
+        is_split = can_place and jax.device_count() > 1
+        return placed(*args) if is_split else kernel(*args)
 
     @mapped.def_vmap
     def _(axis_size, is_batched, *args):

@@ -3,13 +3,12 @@
 Pallas is JAX's kernel language and its least stable corner: names move between minor
 versions. All such differences are told here, and kernels read as if there were one Pallas.
 
-    triton     pl.pallas_call(..., **triton(...))    any NVIDIA GPU; interpreted on a CPU
-    hopper     plgpu.kernel(..., **hopper(...))      Mosaic GPU: wgmma and TMA, Hopper only
-
-A kernel runs interpreted where there is no GPU: `interpret()` says so to pallas_call.
+    Triton        any NVIDIA GPU; interpreted on a CPU (pallas_call's interpret=True)
+    Mosaic GPU    wgmma and TMA, Hopper only; interpreted from jax 0.12 on
 """
 
 import contextlib
+import warnings
 from typing import Any
 
 import jax
@@ -17,6 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+# jax 0.12 announces the end of Triton in Pallas at every lowering; docs/log.md says what
+# would take its place.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 

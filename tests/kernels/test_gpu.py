@@ -1,0 +1,247 @@
+"""GPU kernels without a GPU: Triton interpreted, Mosaic interpreted where JAX can (0.12),
+all of them lowered for CUDA. On a GPU: tests/device/test_kernels.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.kernels import (
+    blocked_gpu,
+    choose,
+    decode_gpu,
+    gpu,
+    matmul_gpu,
+    quantize_gpu,
+    tuned,
+)
+from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.numerics.formats import as_format
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
+needs_interpreter = pytest.mark.skipif(
+    InterpretGPUParams is None, reason="Mosaic GPU is interpreted from jax 0.12 on"
+)
+SHAPE = jax.ShapeDtypeStruct
+
+
+def random(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float32)
+
+
+def error(got, want):
+    return np.linalg.norm(wide(got) - wide(want)) / np.linalg.norm(wide(want))
+
+
+def uses_kernel(fn, *args):
+    text = str(jax.make_jaxpr(fn)(*args))
+    names = "pallas_call[", "mpmd_map[", "core_map[", "custom_partitioning["
+    return any(name in text for name in names)
+
+
+def interpreted(fn, *args):
+    """`fn` by kernels, in the interpreter."""
+    with choose.implementation("interpret"):
+        assert uses_kernel(fn, *args)
+        return jax.jit(fn)(*args)
+
+
+# --- few rows ---------------------------------------------------------------------------------
+
+WEIGHTS = [("int8", None), ("int8", 64), ("e4m3", None), ("int4", 32), ("nf4", 64)]
+
+
+@pytest.mark.parametrize("rows", [1, 19])
+@pytest.mark.parametrize(("name", "tile"), WEIGHTS)
+def test_weight_only(name, tile, rows):
+    tiles = {0: tile} if tile else {}
+    w = mt.quantize(random(1, 256, 192), name, channelwise_axes=[1], tiled_axes=tiles)
+    x = random(2, rows, 256)
+    exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
+    assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
+
+
+@pytest.mark.parametrize(("act", "name", "tile"), [("int8", "int8", None), ("int8", "int4", 128)])  # fmt: skip
+def test_few_rows_of_codes(act, name, tile):
+    tiles = lambda axis: {axis: tile} if tile else {}
+    x = mt.quantize(random(1, 3, 256), act, channelwise_axes=[0], tiled_axes=tiles(1))
+    w = mt.quantize(random(2, 256, 64), name, channelwise_axes=[1], tiled_axes=tiles(0))
+    exact = jnp.dot(mt.dequantize(x, jnp.float32), mt.dequantize(w, jnp.float32))
+    assert error(interpreted(mt.dot, x, w), exact) < 5e-3
+
+
+def test_few_rows_under_grad_and_vmap():
+    w = mt.quantize(
+        random(1, 256, 64), "int4", channelwise_axes=[1], tiled_axes={0: 128}
+    )
+    x = random(2, 2, 4, 256)
+    c = random(3, 2, 4, 64)
+    loss = lambda x: jnp.sum(c * jax.vmap(lambda x: mt.dot(x, w))(x))
+    exact = jnp.einsum("vmn,kn->vmk", *(wide(v) for v in (c, mt.dequantize(w))))
+    assert error(interpreted(jax.grad(loss), x), exact) < 1e-2
+
+
+def test_rows_are_split_over_devices():
+    """A sharded model under jit: every device runs the kernel on its own columns."""
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    w = mt.quantize(random(1, 256, 256), "int8", channelwise_axes=[1])
+    x = random(2, 4, 256)
+    spec = jax.sharding.PartitionSpec(None, "x")
+    placed = jax.device_put(w, w.shardings(jax.NamedSharding(mesh, spec)))
+    out = interpreted(mt.dot, x, placed)
+    assert error(out, mt.dot(x, w)) < 4e-3
+    assert out.sharding.spec[1] == "x"
+
+
+# --- quantizing -------------------------------------------------------------------------------
+
+
+def extremes(dtype):
+    x = np.random.RandomState(0).randn(64, 192).astype(np.float32)
+    x[3], x[4, 5], x[5, 6], x[6] = 0, np.nan, np.inf, x[6] * 1e30
+    return jnp.asarray(x, dtype)
+
+
+def same(a, b):
+    a, b = wide(a), wide(b)
+    return bool(np.all((a == b) | (np.isnan(a) & np.isnan(b))))
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
+def test_rows_have_the_same_codes(name):
+    x = extremes(jnp.bfloat16)
+    want = mt.quantize(x, name, channelwise_axes=[0])
+    codes, scale = quantize_gpu.rows(x, as_format(name), interpret=True)
+    assert same(codes, want.qvalue)
+    assert same(scale, want.scale[:, 0])
+
+
+@pytest.mark.parametrize("summed", [(0,), (1,)])
+def test_training_operands_have_the_same_codes(summed):
+    x = random(0, 128, 256)
+    factor = random(1, *(1 if a not in summed else n for a, n in enumerate(x.shape)))
+    kept = tuple(a for a in (0, 1) if a not in summed)
+    for spec in (
+        mt.Spec("int8", channelwise_axes=kept),
+        mt.Spec("e4m3"),
+        mt.Spec("e4m3", channelwise_axes=kept, tiled_axes={summed[0]: 128}),
+        mt.Spec("e4m3", tiled_axes={0: 128, 1: 128}),
+    ):
+        run = lambda x, f: choose.quantize(x, spec, summed=summed, both=True, factor=f)
+        once, again = interpreted(run, x, factor)
+        want, _ = run(x, factor)
+        # the product with the factor may be kept unrounded by XLA: codes at ties differ
+        for got in (once, again):
+            assert np.mean(wide(got.qvalue) != wide(want.qvalue)) < 0.02
+            np.testing.assert_allclose(wide(got.scale), wide(want.scale), rtol=1e-2)
+
+
+# --- matmuls of codes -------------------------------------------------------------------------
+
+
+@needs_interpreter
+@pytest.mark.parametrize("equation", ["mk,kn->mn", "mk,kn->nm"])
+def test_scaled_matmul(equation):
+    """Odd sizes: blocks stick out on every side."""
+    x = mt.quantize(random(1, 136, 144), "int8", channelwise_axes=[0])
+    w = mt.quantize(random(2, 144, 136), "int8", channelwise_axes=[1])
+    run = functools.partial(mt.einsum, equation, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(interpreted(run, x, w), run(x, w), rtol=1e-6)
+
+
+@needs_interpreter
+def test_block_scaled_matmul():
+    x = mt.quantize(
+        random(1, 256, 256), "e4m3", channelwise_axes=[0], tiled_axes={1: 128}
+    )
+    w = mt.quantize(random(2, 256, 256), "e4m3", tiled_axes={0: 128, 1: 128})
+    run = lambda x, w: mt.dot(x, w, preferred_element_type=jnp.float32)
+    assert error(interpreted(run, x, w), run(x, w)) < 1e-6
+
+
+# --- choosing ---------------------------------------------------------------------------------
+
+
+def test_an_explicit_wish_is_met_or_refused():
+    w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
+    with (
+        choose.implementation("gpu"),
+        pytest.raises(ValueError, match="not an NVIDIA GPU"),
+    ):
+        mt.dot(random(2, 4, 256), w)
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
+        choose.implementation("cuda").__enter__()
+
+
+def test_a_trace_is_not_shared_between_implementations():
+    w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
+    x, run = random(2, 4, 256), jax.jit(mt.dot)
+    run(x, w)
+    with choose.implementation("interpret"):
+        assert "pallas" in run.lower(x, w).as_text(debug_info=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (((128, 130), (130, 128)), "sums in sixteens"),
+        (((64, 256), (256, 64)), "smaller than a block"),
+    ],
+)
+def test_a_kernel_says_what_it_does_not_take(shapes, reason):
+    x, w = (mt.quantize(random(i, *s), "int8") for i, s in enumerate(shapes))
+    labels = ("m", "k"), ("k", "n"), ("m", "n")
+    assert reason in gpu.why_not_scaled(labels, x, w)
+    batch = ("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")
+    assert "batch axes" in gpu.why_not_scaled(batch, x, w)
+
+
+# --- lowering ---------------------------------------------------------------------------------
+
+
+def lower(fn, *shapes):
+    with pretend_gpu():
+        jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
+def test_triton_kernels_lower_for_cuda():
+    x = SHAPE((128, 256), jnp.bfloat16)
+    lower(lambda x: quantize_gpu.rows(x, as_format("int8")), x)
+    lower(
+        lambda x, s: quantize_gpu.cast(x, s, as_format("e4m3"), ("plain", "transposed")),
+        x, SHAPE((1, 256), jnp.float32),
+    )  # fmt: skip
+    for name, tile in WEIGHTS:
+        for rows in (1, 16):
+            fmt = as_format(name)
+            planes = 8 // min(fmt.bits, 8)
+            codes = SHAPE((4096, 512), jnp.int8 if planes > 1 else fmt.dtype)
+            scale = SHAPE((planes, 4096 // tile, 512), jnp.bfloat16) if tile else None
+            blocks = tuned.weight_blocks(fmt, rows, codes.shape, tile)
+            run = functools.partial(decode_gpu.weight_matmul, fmt=fmt, blocks=blocks)
+            lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
+def test_hopper_kernels_lower_for_cuda(out):
+    float8 = SHAPE((512, 1024), jnp.float8_e4m3fn)
+    int8 = SHAPE((512, 1024), jnp.int8)
+    vector, tiles = SHAPE((512,), jnp.float32), SHAPE((8, 512), jnp.float32)
+    blocks = tuned.scaled_blocks(out, (512, 512))
+    for codes in (float8, int8):
+        lower(
+            lambda a, b, s, t: matmul_gpu.scaled_matmul(a, b, s, t, out, blocks),
+            codes, codes, vector, vector,
+        )  # fmt: skip
+    for scales in (tiles, SHAPE((8, 4), jnp.float32)):
+        lower(
+            lambda a, b, s, t: blocked_gpu.blocked_matmul(a, b, s, t, out),
+            float8, float8, tiles, scales,
+        )  # fmt: skip
