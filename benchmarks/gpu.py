@@ -11,6 +11,7 @@ the best of three runs of back-to-back calls. `bound` is what the roofline would
 import argparse
 import datetime
 import functools
+import os
 import pathlib
 import subprocess
 import time
@@ -115,6 +116,10 @@ def _step(provider, x):
     return took, compiling, program.memory_analysis().temp_size_in_bytes, value
 
 
+def _train(name, x):
+    return _step(TRAINING[name](), x)
+
+
 def train(*names):
     x = jax.random.normal(KEY, (8, TOKENS // 8, D), jnp.bfloat16)
     lines = [
@@ -124,7 +129,7 @@ def train(*names):
     base = _step(None, x)
     rows = {"bfloat16": base}
     for name in names or TRAINING:
-        rows[name] = _attempt(lambda: _step(TRAINING[name](), x))
+        rows[name] = _attempt(functools.partial(_train, name, x))
     for name, row in rows.items():
         if isinstance(row, str):
             lines.append(f"| {name} | {row} | | | | |")
@@ -140,7 +145,7 @@ def train(*names):
 def _attempt(fn):
     try:
         return fn()
-    except Exception as error:  # a row that fails is a result, and the others go on
+    except Exception as error:  # noqa: BLE001  a row that fails is a result
         return f"failed: {type(error).__name__}: {str(error)[:120]!r}".replace("|", "/")
 
 
@@ -165,42 +170,56 @@ def gemm():
     return lines
 
 
+def _rows(name):
+    place = mt.Spec(name, channelwise_axes=(0,))
+
+    def run(x):
+        q, _ = choose.quantize(x, place, summed=(1,))
+        return q.qvalue, q.scale
+
+    return run
+
+
+def _both(name):
+    place = mt.Spec(name, channelwise_axes=(0,))
+
+    def run(x):
+        q, again = choose.quantize(x, place, summed=(1,), both=True)
+        return q.qvalue, lax.optimization_barrier(again.qvalue.T), q.scale
+
+    return run
+
+
+def _columns(name):
+    place = mt.Spec(name, channelwise_axes=(1,))
+
+    def run(x):
+        q, _ = choose.quantize(x, place, summed=(0,))
+        return q.qvalue.T, q.scale
+
+    return run
+
+
+QUANTIZE = {  # bytes moved at the least, for a bfloat16 element
+    "rows": (_rows, 3),
+    "rows, and transposed": (_both, 4),
+    "columns, transposed": (_columns, 3),
+}
+
+
 def quantize():
-    lines = ["| quantize 16384 x n | n | us | TB/s |", "|---" * 4 + "|"]
-    spec = mt.per_channel
+    lines = ["| 16384 x n | n | us | TB/s | us by XLA |", "|---" * 5 + "|"]
     for n in (D, FF):
         x = jax.random.normal(KEY, (TOKENS, n), jnp.bfloat16)
         for name in ("int8", "e4m3"):
-            place = mt.Spec(name, channelwise_axes=(0,))
-
-            def rows(x):
-                q, _ = choose.quantize(x, place, summed=(1,))
-                return q.qvalue, q.scale
-
-            def both(x):
-                q, t = choose.quantize(x, place, summed=(1,), both=True)
-                return q.qvalue, lax.optimization_barrier(t.qvalue.T), q.scale
-
-            columns = mt.Spec(name, channelwise_axes=(1,))
-
-            def transposed(x):
-                q, _ = choose.quantize(x, columns, summed=(0,))
-                return q.qvalue.T, q.scale
-
-            for title, fn, size in (
-                ("rows", rows, 3),
-                ("rows and transposed", both, 4),
-                ("columns, transposed", transposed, 3),
-            ):
-                took, *_ = measure(fn, x)
+            for title, (build, size) in QUANTIZE.items():
+                took, *_ = measure(build(name), x)
+                with choose.implementation("xla"):
+                    plain, *_ = measure(build(name), x)
                 rate = size * x.size / took / 1e12
                 lines.append(
-                    f"| {name} {title} | {n} | {took * 1e6:.0f} | {rate:.2f} |"
+                    f"| {name} {title} | {n} | {took * 1e6:.0f} | {rate:.2f} | {plain * 1e6:.0f} |"
                 )
-                with choose.implementation("xla"):
-                    took, *_ = measure(fn, x)
-                rate = size * x.size / took / 1e12
-                lines.append(f"| - by XLA | {n} | {took * 1e6:.0f} | {rate:.2f} |")
     return lines
 
 
@@ -230,37 +249,48 @@ SERVING = {
 }
 
 
-def _serve(rows: int, names) -> list[str]:
-    x = jax.random.normal(KEY, (rows, D), jnp.bfloat16)
-    model = Stack()
-    variables = jax.jit(model.init)(KEY, x)
-    codes = LAYERS * 2 * D * FF
-    calls = 20 if rows < 1024 else 5
-    base, *_ = measure(model.apply, variables, x, calls=calls)
-    rate = codes * 2 / base / 1e12
-    lines = [f"| {rows} | bfloat16 | {base / LAYERS * 1e6:.1f} | 1.00 | {rate:.2f} | |"]
+def _serve(rows: tuple[int, ...], names) -> list[str]:
+    model, codes = Stack(), LAYERS * 2 * D * FF
+    inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
+    calls = {m: 20 if m < 1024 else 5 for m in rows}
+    variables = jax.jit(model.init)(KEY, inputs[rows[0]])
+    base = {
+        m: measure(model.apply, variables, x, calls=calls[m])[0]
+        for m, x in inputs.items()
+    }
+    lines = [
+        f"| {m} | bfloat16 | {t / LAYERS * 1e6:.1f} | 1.00 | {codes * 2 / t / 1e12:.2f} | |"
+        for m, t in base.items()
+    ]
     for name in names:
-        fields, bits = SERVING[name]
-        provider = mt.PtqProvider([mt.QuantizationRule(module_path=".*", **fields)])
-
-        def run():
-            served = mt.quantize_model(model, provider)
-            shapes = jax.eval_shape(served.init, KEY, x)["params"]
-            params = mt.quantize_params(variables["params"], shapes)
-            return measure(served.apply, {"params": params}, x, calls=calls)[0]
-
-        took = _attempt(run)
-        if isinstance(took, str):
-            lines.append(f"| {rows} | {name} | {took} | | | |")
-            continue
-        flops = 2 * rows * codes
-        peak = EIGHT if "a8" in name or name == "fp8" else BF16
-        bound = max(codes * bits / 8 / BANDWIDTH, flops / peak)
-        lines.append(
-            f"| {rows} | {name} | {took / LAYERS * 1e6:.1f} | {base / took:.2f} | "
-            f"{codes * bits / 8 / took / 1e12:.2f} | {base / bound:.2f} |"
-        )
+        served, params = _quantized(model, variables, inputs[rows[0]], SERVING[name][0])
+        for m, x in inputs.items():
+            run = functools.partial(
+                measure, served.apply, {"params": params}, x, calls=calls[m]
+            )
+            lines.append(_served_line(name, m, _attempt(run), base[m]))
+        del params
     return lines
+
+
+def _quantized(model, variables, x, fields):
+    provider = mt.PtqProvider([mt.QuantizationRule(module_path=".*", **fields)])
+    served = mt.quantize_model(model, provider)
+    shapes = jax.eval_shape(served.init, KEY, x)["params"]
+    return served, mt.quantize_params(variables["params"], shapes)
+
+
+def _served_line(name: str, rows: int, run, base: float) -> str:
+    if isinstance(run, str):
+        return f"| {rows} | {name} | {run} | | | |"
+    took, bits, codes = run[0], SERVING[name][1], LAYERS * 2 * D * FF
+    peak = EIGHT if "a8" in name or name == "fp8" else BF16
+    bound = max(codes * bits / 8 / BANDWIDTH, 2 * rows * codes / peak)
+    rate = codes * bits / 8 / took / 1e12
+    return (
+        f"| {rows} | {name} | {took / LAYERS * 1e6:.1f} | {base / took:.2f} | "
+        f"{rate:.2f} | {base / bound:.2f} |"
+    )
 
 
 HEAD = [
@@ -270,20 +300,16 @@ HEAD = [
 
 
 def decode(*rows):
-    return HEAD + [
-        line for m in rows or (1, 16, 64) for line in _serve(int(m), SERVING)
-    ]
+    return HEAD + _serve(tuple(map(int, rows)) or (1, 16, 64), SERVING)
 
 
 def prefill():
-    return HEAD + _serve(8192, ("w8a8", "fp8"))
+    return HEAD + _serve((8192,), ("w8a8", "fp8"))
 
 
 def sweep():
     names = ("w8", "w4-g128", "w8a8", "fp8")
-    return HEAD + [
-        line for m in (2, 4, 8, 32, 128, 256, 1024, 4096) for line in _serve(m, names)
-    ]
+    return HEAD + _serve((2, 4, 8, 32, 128, 256, 1024, 4096), names)
 
 
 ROWS = {
@@ -304,7 +330,13 @@ def main():
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    # a copy of the tree without its history may say which commit it is
+    commit = (
+        os.environ.get("COMMIT")
+        or subprocess.run(
+            git, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     today = datetime.date.today()
     path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
     for row in args.rows or ROWS:

@@ -257,7 +257,7 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
 def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
     side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
-    if _why_no_gpu(hopper=False) is not None or wanted() == "gpu":
+    if _why_no_gpu(hopper=False) is not None:
         return None
     sizes = [_num_kept(x, of, labels) for x, of in ((lhs, labels[0]), (rhs, labels[1]))]
     side = int(sizes[1] < sizes[0])

@@ -1,0 +1,170 @@
+"""Every GPU kernel against the engine in plain XLA, on a real GPU.
+
+JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/device/test_kernels.py
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.kernels import choose
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    try:
+        chosen = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a CUDA device: {error}")
+    with jax.default_device(chosen):
+        yield chosen
+
+
+def random(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32))
+
+
+def error(got, want):
+    return np.linalg.norm(wide(got) - wide(want)) / np.linalg.norm(wide(want))
+
+
+def by_kernel(fn, *args):
+    """`fn` through our kernels; an error if one does not take it."""
+    with choose.implementation("gpu"):
+        return jax.jit(fn)(*args)
+
+
+def by_xla(fn, *args):
+    with choose.implementation("xla"):
+        return jax.jit(fn)(*args)
+
+
+SHAPES = [(128, 128, 128), (200, 272, 328), (1000, 4096, 520), (4096, 1024, 2056)]
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+@pytest.mark.parametrize("pair", ["int8 int8", "e4m3 e4m3", "e4m3 e5m2"])
+def test_scaled_matmul(pair, m, k, n):
+    left, right = pair.split()
+    x = mt.quantize(random(m, m, k) * 100, left, channelwise_axes=[0])
+    w = mt.quantize(random(n, k, n), right, channelwise_axes=[1])
+    for equation in ("mk,kn->mn", "mk,kn->nm"):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            run = functools.partial(mt.einsum, equation, preferred_element_type=dtype)
+            # fp8 tensor cores add in fewer bits than float32
+            limit = 1e-6 if pair == "int8 int8" and dtype == jnp.float32 else 3e-3
+            assert error(by_kernel(run, x, w), by_xla(run, x, w)) < limit
+
+
+def test_scales_of_any_size_and_nan():
+    x = np.random.RandomState(0).randn(256, 256).astype(np.float32)
+    x[0], x[1], x[2, 3] = x[0] * 1e30, x[1] * 1e-30, np.nan
+    q = mt.quantize(jnp.asarray(x), "e4m3", channelwise_axes=[0])
+    w = mt.quantize(
+        random(1, 256, 256, dtype=jnp.float32), "e4m3", channelwise_axes=[1]
+    )
+    got, want = wide(by_kernel(mt.dot, q, w)), wide(by_xla(mt.dot, q, w))
+    assert np.isnan(got[2]).all() and np.isnan(want[2]).all()
+    finite = np.delete(got, 2, 0), np.delete(want, 2, 0)
+    np.testing.assert_allclose(
+        *finite, rtol=2e-2, atol=np.abs(finite[1]).max(1, keepdims=True) * 2e-3
+    )
+
+
+@pytest.mark.parametrize("equation", ["mk,kn->mn", "mk,nk->mn", "km,kn->mn"])
+def test_block_scaled_matmul(equation):
+    left, right = equation.split("->")[0].split(",")
+    spec = lambda term, block: {
+        "channelwise_axes": ()
+        if block
+        else [term.index("m") if "m" in term else term.index("n")],
+        "tiled_axes": dict.fromkeys((0, 1), 128) if block else {term.index("k"): 128},
+    }
+    for block in (True, False):
+        x = mt.quantize(random(1, 1024, 1024), "e4m3", **spec(left, False))
+        w = mt.quantize(random(2, 1024, 1024), "e4m3", **spec(right, block))
+        run = functools.partial(mt.einsum, equation)
+        assert error(by_kernel(run, x, w), by_xla(run, x, w)) < 4e-3
+
+
+FORMATS = [
+    ("int8", None),
+    ("int8", 128),
+    ("e4m3", None),
+    ("e5m2", None),
+    ("int4", None),
+]
+FORMATS += [("int4", 32), ("int4", 64), ("int4", 128), ("nf4", 64)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("name", "tile"), FORMATS)
+def test_few_rows(name, tile, dtype):
+    tiles = {0: tile} if tile else {}
+    w = mt.quantize(
+        random(1, 2048, 896, dtype=dtype), name, channelwise_axes=[1], tiled_axes=tiles
+    )
+    exact = mt.dequantize(w, jnp.float32)
+    for rows in (1, 2, 3, 16, 17, 64):
+        x = random(rows, rows, 2048, dtype=dtype)
+        want = jnp.dot(x.astype(jnp.float32), exact, precision="highest")
+        assert error(by_kernel(mt.dot, x, w), want) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("summed", [(0,), (1,)])
+def test_quantizing_gives_the_same_codes(name, dtype, summed):
+    x = np.random.RandomState(0).randn(256, 4096).astype(np.float32)
+    x[3], x[5] = 0, x[5] * 1e20
+    x = jnp.asarray(x, dtype)
+    kept = tuple(a for a in (0, 1) if a not in summed)
+    for spec in (
+        mt.Spec(name, channelwise_axes=kept),
+        mt.Spec(name),
+        mt.Spec(name, channelwise_axes=kept, tiled_axes={summed[0]: 128}),
+        mt.Spec(name, tiled_axes={0: 128, 1: 128}),
+    ):
+        run = functools.partial(choose.quantize, spec=spec, summed=summed, both=True)
+        want, _ = by_xla(run, x)
+        for got in by_kernel(run, x):
+            np.testing.assert_array_equal(wide(got.scale), wide(want.scale))
+            assert np.mean(wide(got.qvalue) != wide(want.qvalue)) < 1e-4
+
+
+RECIPES = ["qwix_int8", "qwix_fp8_full", "te_fp8_current", "deepseek_fp8"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_training(name):
+    ops = mt.learn(mt.recipe(name))
+
+    def step(x, w, g):
+        out, vjp = jax.vjp(lambda x, w: ops.einsum("bsk,kn->bsn", x, w), x, w)
+        return out, *vjp(g)
+
+    args = random(1, 2, 512, 1024), random(2, 1024, 512), random(3, 2, 512, 512)
+    for got, want in zip(by_kernel(step, *args), by_xla(step, *args)):
+        assert error(got, want) < 2e-2
+
+
+def test_vmap_and_grad():
+    w = mt.quantize(random(1, 256, 256), "int8", channelwise_axes=[1])
+    x = random(2, 3, 8, 256)
+    run = lambda x: jnp.sum(
+        jnp.square(jax.vmap(lambda x: mt.dot(x, w))(x)).astype(jnp.float32)
+    )
+    assert error(by_kernel(jax.grad(run), x), by_xla(jax.grad(run), x)) < 2e-2
