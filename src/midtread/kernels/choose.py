@@ -211,7 +211,7 @@ def weight_only(
         scale = scale * w.global_scale.astype(jnp.float32)
 
     inner = None  # the part of the scale that must be applied before the sum
-    if any(scale.shape[a] > 1 for a in summed):
+    if any(scale.shape[a] != 1 for a in summed):
         inner = _as_matrix(scale, w.qvalue.shape, summed, kept)
         if inner is None:
             return None
@@ -222,7 +222,7 @@ def weight_only(
     if inner is None:
         counts = [scale.shape[a] for a in kept]
         scale = (
-            views.expand(scale.reshape(counts), extents) if scale.size > 1 else scale
+            views.expand(scale.reshape(counts), extents) if scale.size != 1 else scale
         )
         out = out * scale.reshape(1, -1)
     alone = [a for a, label in enumerate(x_labels) if label in out_labels]
@@ -303,11 +303,11 @@ def _is_plain_weight(x, w) -> bool:
 def _as_matrix(scale, shape, summed, kept) -> jax.Array | None:
     """[r, c]: a scale of the weight's rank over the axes of its matrix; None if tiles of
     several axes do not merge into one run."""
-    if any(scale.shape[a] > 1 for a in kept):
+    if any(scale.shape[a] != 1 for a in kept):
         full = [n if a in kept else scale.shape[a] for a, n in enumerate(shape)]
         scale = views.expand(scale, full)
     partial = [a for a in summed if scale.shape[a] < shape[a]]
-    if any(scale.shape[a] > 1 for a in summed if partial and a > partial[0]):
+    if any(scale.shape[a] != 1 for a in summed if partial and a > partial[0]):
         return None
     sides = [math.prod(scale.shape[a] for a in axes) for axes in (summed, kept)]
     return scale.reshape(sides if 0 in summed else sides[::-1])

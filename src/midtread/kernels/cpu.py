@@ -110,7 +110,10 @@ def _decode(p, fmt: Format, dtype):
 
 
 def is_local(*arrays: jax.Array) -> bool:
-    """Not laid out over a mesh: slices of a sharded weight would be gathered."""
+    """Not laid out over a mesh: slices of a sharded weight would be gathered. And of
+    extents that are known: in jax.export some may be symbols."""
+    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return False
     return all(jax.typeof(x).sharding.mesh.empty for x in arrays)
 
 

@@ -300,7 +300,7 @@ def settled(scale: jax.Array) -> jax.Array:
 def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
     """`shape` padded where the scale has more than one tile on an axis."""
     padded, _ = spec.layout(shape)
-    return tuple(p if s > 1 else n for n, p, s in zip(shape, padded, counts))
+    return tuple(p if s != 1 else n for n, p, s in zip(shape, padded, counts))
 
 
 def _store_scale(q: QArray, spec: Spec, global_scale) -> QArray:

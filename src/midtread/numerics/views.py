@@ -30,7 +30,7 @@ def split(shape: Sequence[int], counts: Sequence[int]):
         if count == extent:
             parts.append(extent)
             continue
-        if count > 1:
+        if count != 1:
             parts.append(count)
         reduced.append(len(parts))
         parts.append(extent // count)
@@ -43,7 +43,10 @@ def broadcast_with(op: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
         raise ValueError(f"{x.shape} and {y.shape} should have the same rank.")
     x_parts, y_parts, out = [], [], []
     for n, m in zip(x.shape, y.shape):
-        out.append(max(n, m) if min(n, m) else 0)
+        if n == m or m == 1:  # an extent may be symbolic (jax.export): no max of it
+            out.append(n)
+        else:
+            out.append(m if n == 1 else max(n, m) if n and m else 0)
         if n == m or 1 in (n, m):
             x_parts.append(n)
             y_parts.append(m)

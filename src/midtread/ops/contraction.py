@@ -149,7 +149,7 @@ def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
     extent = dict(zip(labels, part.shape))
     assert all(n == 1 or x in out for x, n in extent.items()), (labels, part.shape, out)
     shape = [extent.get(x, 1) for x in out]
-    places = [out.index(x) for x, n in extent.items() if n > 1]
+    places = [out.index(x) for x, n in extent.items() if n != 1]
     if places == sorted(places):  # kernels cannot transpose everything
         return part.reshape(shape)
     order = sorted(

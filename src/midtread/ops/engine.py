@@ -114,7 +114,7 @@ def _take_pre_scale(c: Contraction, lhs: Operand, rhs: Operand):
 def _summed_only(c, part, side, other):
     labels, target = c.labels(side), c.labels(other)
     extent = dict(zip(labels, part.shape))
-    if any(n > 1 and x not in c.summed for x, n in extent.items()):
+    if any(n != 1 and x not in c.summed for x, n in extent.items()):
         raise ValueError(
             f"pre_scale {part.shape} varies along an axis that {c.name} keeps; it may vary "
             "along summed axes only."
@@ -287,7 +287,7 @@ def _named_parts(x: QArray) -> dict[str, jax.Array]:
 
 def _take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
     for axis, label in enumerate(labels):
-        if label in tiles and x.shape[axis] > 1:
+        if label in tiles and x.shape[axis] != 1:
             size = x.shape[axis] // tiles[label]
             x = lax.dynamic_slice_in_dim(x, index[label] * size, size, axis)
     return x
@@ -322,7 +322,7 @@ def _expand_tiles(part, shape):
     """Repeats a part that is tiled along kept axes; plain broadcasting does the rest."""
     if part is None or all(n in (1, m) for n, m in zip(part.shape, shape)):
         return part
-    return views.expand(part, [m if n > 1 else 1 for n, m in zip(part.shape, shape)])
+    return views.expand(part, [m if n != 1 else 1 for n, m in zip(part.shape, shape)])
 
 
 def apply_scales(c: Contraction, out, wide, lhs_scale, rhs_scale) -> jax.Array:

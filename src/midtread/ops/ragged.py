@@ -49,7 +49,7 @@ class Ragged(Contraction):
         if self.group in labels and self.group not in self.out:
             axis = labels.index(self.group)
             labels = tuple(self.rows if x == self.group else x for x in labels)
-            if part.shape[axis] > 1:
+            if part.shape[axis] != 1:
                 part = jnp.take(part, self._group_of_row(), axis=axis)
         return lay_over(part, labels, self.out)
 

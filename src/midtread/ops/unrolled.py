@@ -67,7 +67,7 @@ def _tile_counts(c: Dot, lhs: Operand, rhs: Operand) -> dict[str, int]:
 def _tile(x: Operand, labels, counts: dict[str, int], index: dict[str, int]) -> Operand:
     def cut(part: jax.Array) -> jax.Array:
         for axis, label in enumerate(labels):
-            if label in counts and part.shape[axis] > 1:
+            if label in counts and part.shape[axis] != 1:
                 size = part.shape[axis] // counts[label]
                 start = index[label] * size
                 part = lax.slice_in_dim(part, start, start + size, axis=axis)
