@@ -78,10 +78,8 @@ def test_scales_of_any_size_and_nan():
     )
     got, want = wide(by_kernel(mt.dot, q, w)), wide(by_xla(mt.dot, q, w))
     assert np.isnan(got[2]).all() and np.isnan(want[2]).all()
-    finite = np.delete(got, 2, 0), np.delete(want, 2, 0)
-    np.testing.assert_allclose(
-        *finite, rtol=2e-2, atol=np.abs(finite[1]).max(1, keepdims=True) * 2e-3
-    )
+    for row in (0, 1, *range(3, 256)):
+        assert np.linalg.norm(got[row] - want[row]) <= 3e-3 * np.linalg.norm(want[row])
 
 
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "mk,nk->mn", "km,kn->mn"])

@@ -72,8 +72,6 @@ def why_not_scaled(labels, lhs, rhs) -> str | None:
             return "an operand has a zero point"
     extents = _extents(labels, lhs, rhs)
     m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
-    if k % 16 or n % 8 or m % 8:
-        return f"{m}x{k}x{n}: rows and columns come in eights, sums in sixteens"
     if min(m, n) < 128 or k < 128:
         return f"{m}x{k}x{n} is smaller than a block"
     return None
@@ -99,9 +97,21 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     vectors = [
         _spread(s, (v.shape[0], 1)).reshape(-1) for s, v in zip(scales, operands)
     ]
+    sizes = [v.shape[0] for v in operands]
+    shapes = [
+        (_up(v.shape[0], by), _up(v.shape[1], 128)) for v, by in zip(operands, (8, 64))
+    ]
+    operands = [views.pad_to(v, shape) for v, shape in zip(operands, shapes)]
+    vectors = [views.pad_to(v, shape[:1]) for v, shape in zip(vectors, shapes)]
     out = _scaled_call(out_dtype, interpret)(*operands, *vectors)
+    out = views.crop_to(out, sizes)
     extents = _extents(labels, lhs, rhs)
     return out.reshape([extents[x] for x in labels[2]])
+
+
+def _up(extent: int, multiple: int) -> int:
+    """The copy engine wants whole rows of its pattern; the rest is zeros."""
+    return -(-extent // multiple) * multiple
 
 
 def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
