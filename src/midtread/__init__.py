@@ -36,7 +36,6 @@ from midtread.model.provider import get_current_rule as get_current_rule
 from midtread.model.quantize import quantize_model as quantize_model
 from midtread.model.rules import QtRule as QtRule
 from midtread.model.rules import QuantizationRule as QuantizationRule
-from midtread.model.rules import as_rules as as_rules
 from midtread.model.rules import load_rules as load_rules
 from midtread.numerics.formats import FORMATS as FORMATS
 from midtread.numerics.formats import Format as Format

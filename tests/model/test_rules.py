@@ -3,6 +3,7 @@
 import pytest
 
 import midtread as mt
+from midtread.model.rules import as_rules
 
 FIRST = [
     mt.QtRule(
@@ -51,7 +52,7 @@ def test_first_match_wins(path, op, expected):
             "act_qtype is None",
         ),
         (
-            lambda: mt.as_rules([{"weight_qtyp": "int8"}]),
+            lambda: as_rules([{"weight_qtyp": "int8"}]),
             "rule 0 .*Did you mean 'weight_qtype'",
         ),
         (
