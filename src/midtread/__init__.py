@@ -76,6 +76,10 @@ from midtread.providers.delayed import (
 from midtread.providers.inject import QuantizedDotGeneral as QuantizedDotGeneral
 from midtread.providers.inject import QuantizedEinsum as QuantizedEinsum
 from midtread.providers.inject import remove_float_params as remove_float_params
+from midtread.providers.litert import OdmlQatProvider as OdmlQatProvider
+from midtread.providers.litert_convert import (
+    OdmlConversionProvider as OdmlConversionProvider,
+)
 from midtread.providers.lora import LoraProvider as LoraProvider
 from midtread.providers.lora import LoraRule as LoraRule
 from midtread.providers.lora import apply_lora_to_model as apply_lora_to_model

@@ -72,6 +72,22 @@ def params_of(module: Any) -> dict[str, Any]:
     return {k: unbox(v) for k, v in found if isinstance(v, nnx.Param)}
 
 
+def all_params(model: Any) -> list[tuple[tuple, Any]]:
+    """(path, array) of every parameter of a model that is there."""
+    if isinstance(model, nn.Module):
+        tree = flax.core.unfreeze(model.variables.get("params", {}))
+        flat = flax.traverse_util.flatten_dict(unbox(tree))
+        return [(path, v) for path, v in flat.items() if hasattr(v, "dtype")]
+    if not isinstance(model, nnx.Module):
+        return []
+    return [
+        ((*path, name), value)
+        for path, module in nnx.iter_modules(model)
+        for name, value in params_of(module).items()
+        if hasattr(value, "dtype")
+    ]
+
+
 def read(var: Any) -> Any:
     """The value of a Linen or NNX variable."""
     return var.get_value() if isinstance(var, nnx.Variable) else var.value
@@ -228,13 +244,18 @@ def make_rng(module: Any, name: str) -> jax.Array:
     return rngs[name]()
 
 
+def provider_of(model: Any) -> Any:
+    """The provider that a model was quantized with, or None."""
+    return getattr(type(model), "_provider", None)
+
+
 # --- adopting a model -------------------------------------------------------------------------
 
 
 def adopt_linen(model: nn.Module, provider: Any, methods) -> nn.Module:
     """A copy of a Linen module that runs `methods` under the provider."""
     cls = getattr(type(model), "_unquantized_type", type(model))
-    fields: dict[str, Any] = {"_unquantized_type": cls}
+    fields: dict[str, Any] = {"_unquantized_type": cls, "_provider": provider}
     for name in methods:
         if not hasattr(cls, name):
             raise ValueError(f"{cls.__name__} has no method {name!r} to quantize.")
@@ -282,6 +303,7 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
         for name, original in _nnx_methods(cls):
             fields[name] = _nnx_method(original, name)
         if path == ():
+            fields["_provider"] = provider
             fields[method] = _nnx_root(getattr(cls, method), method, provider)
         module.__class__ = type(
             cls.__name__, (cls,), {**fields, "__module__": cls.__module__}

@@ -241,7 +241,7 @@ def is_late() -> bool:
     return _thread.is_late
 
 
-def offer(name: str, *args: Any, **kwargs: Any) -> Any:
+def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """What the first handler of that name returns; NotImplemented if there is none."""
     for a in _thread.active:
         if a.enabled and name in a.handlers:

@@ -1,0 +1,571 @@
+"""Providers for LiteRT: train with a file's integers, and write it.
+
+    OdmlQatProvider          every edge is fake-quantized; ranges are averaged in quant_stats
+    OdmlConversionProvider   the same edges, annotated with constant scales, which LiteRT's
+                             converter turns into integers (providers/litert_convert.py)
+
+Rules are about tensors: `weight_qtype` is the format of an op's weights, `act_qtype` that
+of its output. Which edges get a range is decided by the same code for both providers
+(providers/litert_kinds.py), so that a file computes what was trained.
+
+    weights        int8, int4, int2; one scale per output channel; codes -127..127, ...
+    activations    int8 with a zero point, or int16 without; one scale per tensor
+    act_static_scale=False    dynamic range: matmuls with weights quantize their input
+    act_qtype=None            weights only
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from midtread.model import everyop, flaxlib, intercept
+from midtread.model.provider import QuantizationProvider
+from midtread.model.quantize import abstract_call
+from midtread.model.rules import QuantizationRule
+from midtread.model.weights import origin_is_hidden
+from midtread.numerics import calibration
+from midtread.numerics.calibration import Average
+from midtread.numerics.formats import as_format
+from midtread.numerics.qarray import calibrate
+from midtread.numerics.spec import Spec
+from midtread.ops.api import Ops
+from midtread.ops.conv import Conv
+from midtread.ops.einsum import in_jax_order
+from midtread.providers import litert_ops as table
+from midtread.providers.litert_kinds import Kinds
+from midtread.providers.litert_ops import Edge, Edges, grid_of, is_float
+
+CALLS = {**everyop.FUNCTIONS, "take": jnp.take, "getitem": operator.getitem}
+
+
+class OdmlQatProvider(Kinds, QuantizationProvider):
+    """Trains a model as its LiteRT file will compute it; also calibrates a float model.
+
+    Args:
+        disable_per_channel_weights: one scale for a whole weight.
+        fixed_range_for_inputs: (low, high) of the model's float inputs, if known.
+        fixed_range_for_outputs: the same for its outputs.
+        strict: an op that cannot be integer, and is not known to be float, is an error.
+    """
+
+    ops = ("dot_general", "einsum", "conv_general_dilated")
+    named_only = ()
+
+    def __init__(
+        self,
+        rules: Sequence[Any],
+        *,
+        disable_per_channel_weights: bool = False,
+        fixed_range_for_inputs: tuple[float, float] | None = None,
+        fixed_range_for_outputs: tuple[float, float] | None = None,
+        strict: bool = True,
+    ):
+        self.given = list(rules)  # before defaults: export makes a provider of them
+        super().__init__(self.given)
+        self.strict_ops = strict
+        self.per_channel = not disable_per_channel_weights
+        self.fixed_inputs = _as_range(fixed_range_for_inputs, "fixed_range_for_inputs")
+        self.fixed_outputs = _as_range(
+            fixed_range_for_outputs, "fixed_range_for_outputs"
+        )
+        self.left_float: dict[tuple[str, str], str] = {}  # (path, op) -> why
+        self._local = threading.local()
+
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        _check_rule(rule)
+        if rule.act_qtype is not None:
+            is_static = rule.act_static_scale is not False
+            small = as_format(rule.act_qtype).name == "int8"
+            method = "minmax" if small else "absmax"
+            rule = dataclasses.replace(
+                rule,
+                act_static_scale=is_static,
+                act_calibration_method=rule.act_calibration_method or method,
+            )
+            _check_activations(rule)
+        return super()._init_rule(rule)
+
+    # --- what is intercepted ------------------------------------------------------------
+
+    def surroundings(self):
+        return everyop.installed()
+
+    def handlers(self):
+        found = super().handlers()
+        for name, row in table.FUNCTIONS.items():
+            found[name] = functools.partial(self._function, row, CALLS[name])
+        return found | {
+            "ufunc": self._ufunc,
+            "custom_jvp": self._custom_jvp,
+            "bind": self._bind,
+            "dot": lambda *args, **kwargs: self._run("dot", jnp.dot, args, kwargs),
+            "module": self._called,
+            "param": self._param,
+        }
+
+    def _function(self, row, call, *args, **kwargs):
+        if not self._is_about(row, args):
+            return NotImplemented
+        return getattr(self, row.kind)(row, call, args, kwargs)
+
+    def _is_about(self, row, args) -> bool:
+        if len(args) <= max(row.inputs):
+            return False
+        inputs = args[0] if row.kind == "concatenate" else [args[i] for i in row.inputs]
+        if row.kind == "take":  # a table is taken from by indices that are activations
+            inputs = [inputs[0], *jax.tree.leaves(args[1:2])]
+        return any(self._edges[x].is_activation for x in inputs)
+
+    def _ufunc(self, ufunc, *args, **kwargs):
+        row = table.UFUNCS.get(ufunc.__name__)
+        return NotImplemented if row is None else self._function(row, ufunc, *args)
+
+    def _custom_jvp(self, fun, *args, **kwargs):
+        if not any(self._edges[x].is_activation for x in args):
+            return NotImplemented
+        row = table.CUSTOM_JVP.get(fun)
+        if row is None:
+            return self.unknown(
+                getattr(fun, "__name__", "custom_jvp"), fun, args, kwargs
+            )
+        return self.output(row, fun, args, kwargs)
+
+    def _bind(self, primitive, *args, **params):
+        call = lambda *args, **_: primitive.bind(*args, **params)
+        if not any(self._edges[x].is_activation for x in args):
+            out = call(*args)
+            self._carry_constant(primitive, args, params, out)
+            return out
+        name = primitive.name
+        if name == "integer_pow" and params["y"] == 2:
+            name = "square"
+        row = table.PRIMITIVES.get(name)
+        if not any(self._edges[x].is_activation and is_float(x) for x in args):
+            return self._output(call(*args), None)  # whole numbers: ids, masks
+        if row is None:
+            return self.unknown(name, call, args, {})
+        return getattr(self, row.kind)(row, call, args, {})
+
+    def _called(self, module, run, args, kwargs):
+        row = next((r for c, r in table.MODULES.items() if isinstance(module, c)), None)
+        if row is None or not args or not self._edges[args[0]].is_activation:
+            return NotImplemented
+        return getattr(self, row.kind)(row, run, module, args, kwargs)
+
+    def _param(self, module, name, *args, **kwargs):
+        """Linen's parameters, where they are made."""
+        out = type(module).param(module, name, *args, **kwargs)
+        value = flaxlib.unbox(out)
+        if hasattr(value, "dtype"):
+            self._tag(value, (*flaxlib.path_of(module).split("/"), name))
+        return out
+
+    def _tag(self, value: Any, path: tuple) -> None:
+        path = tuple(str(p) for p in path if p != "")
+        self._edges[value] = Edge(
+            weight="/".join(path), value=self._known_weight(path, value)
+        )
+
+    # --- around a call of the model -----------------------------------------------------
+
+    @property
+    def _edges(self) -> Edges:
+        return self._local.edges
+
+    def _module(self):
+        return intercept.current_module()
+
+    def process_model_inputs(self, model, args, kwargs):
+        model, args, kwargs = super().process_model_inputs(model, args, kwargs)
+        self._local.edges = Edges()
+        with intercept.disabled():
+            for path, value in flaxlib.all_params(model):
+                self._tag(value, path)
+            args, kwargs = jax.tree.map(self._model_input, (args, kwargs))
+        return model, args, kwargs
+
+    def _model_input(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            x = jnp.asarray(x)
+        if isinstance(x, jax.Array):
+            fixed = self.fixed_inputs if is_float(x) else None
+            self._edges[x] = Edge(is_activation=True, fixed=fixed)
+        return x
+
+    def process_model_output(self, method_name: str, output: Any) -> Any:
+        name = "final" if method_name == "__call__" else method_name
+        with intercept.disabled():
+            output = jax.tree.map(
+                functools.partial(self._model_output, f"{name}_output"), output
+            )
+        self._local.edges = Edges()
+        return super().process_model_output(method_name, output)
+
+    def _model_output(self, name: str, x: Any) -> Any:
+        edge = self._edges[x]
+        if self.strict_ops and hasattr(x, "dtype") and not edge.is_activation:
+            raise ValueError(
+                f"an output of the model, {x.dtype}{list(x.shape)}, does not come from "
+                "its inputs by any op that was seen: a kernel or a nested trace hides "
+                "how. Pass strict=False to leave it in float."
+            )
+        _, op_id = self._get_current_rule_and_op_id(name)
+        if edge.rule is None or not is_float(x):
+            return x
+        if self.fixed_outputs is not None:
+            self._edges[x] = dataclasses.replace(edge, fixed=self.fixed_outputs)
+        return self._quantized(x, None, op_id)
+
+    def prepare_nnx(self, model, method, inputs, kwargs, rngs) -> None:
+        """Adds the statistics that a first run would, at zero."""
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
+        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        for path, module in list(nnx.iter_modules(model)):
+            for name, var in vars(after[path]).items():
+                if isinstance(var, flaxlib.QuantStat) and not hasattr(module, name):
+                    zeros = jax.tree.map(
+                        lambda a: jnp.zeros(a.shape, a.dtype), flaxlib.read(var)
+                    )
+                    setattr(module, name, flaxlib.QuantStat(zeros))
+
+    # --- edges --------------------------------------------------------------------------
+
+    def _is_static(self, rule) -> bool:
+        return rule is not None and rule.act_qtype is not None and rule.act_static_scale
+
+    def _check_int16(self, row, rule) -> None:
+        if not self._is_static(rule) or row.has_int16:
+            return
+        if as_format(rule.act_qtype).name == "int16":
+            path = flaxlib.path_of(self._module())
+            raise ValueError(
+                f"{path!r}: LiteRT has no int16 kernel for {row.name}. Use "
+                "act_qtype='int8', here and for what is before and after it."
+            )
+
+    def _note(self, op: str, why: str) -> None:
+        self.left_float[flaxlib.path_of(self._module()), op] = why
+
+    def _output(self, out: Any, rule, fixed=None, **known) -> Any:
+        """`out`, an activation that its consumer will quantize under `rule`."""
+        rule = rule if self._is_static(rule) else None
+        for x in jax.tree.leaves(out):
+            self._edges[x] = Edge(is_activation=True, rule=rule, fixed=fixed, **known)
+        return out
+
+    def _quantized(self, x: Any, rule, name: str) -> Any:
+        """An op's input: quantized as its producer wants, else as this op's rule does."""
+        if not hasattr(x, "dtype") or not is_float(x):
+            return x
+        edge = self._edges[x]
+        if edge.weight is not None:
+            return self._constant(x, rule)
+        rule = edge.rule or rule
+        if not self._is_static(rule) or edge.on_grid is not None:
+            return x
+        if edge.twin is not None and edge.twin[0] == rule:
+            return edge.twin[1]
+        out = self._placed(x, rule, name, edge.fixed)
+        self._edges[x] = dataclasses.replace(edge, twin=(rule, out))
+        return out
+
+    def _placed(self, x: jax.Array, rule, name: str, fixed=None) -> jax.Array:
+        """`x` on a grid, now."""
+        on_grid = self._grid(x, rule, name, fixed)
+        out = on_grid(x, sums=self._edges[x].sums)
+        self._edges[out] = Edge(is_activation=True, rule=rule, on_grid=on_grid)
+        return out
+
+    def _spec(self, x: jax.Array, rule, fixed) -> Spec:
+        fmt, method = as_format(rule.act_qtype), rule.act_calibration_method
+        if isinstance(fixed, str):
+            fixed = table.FIXED[fixed, fmt.name]
+        if fixed is not None:
+            method = f"fixed,{fixed[0]},{fixed[1]}"
+        axes = tuple(a for a in rule.act_batch_axes if -x.ndim <= a < x.ndim)
+        return Spec(fmt, channelwise_axes=axes, calibration=method)
+
+    def _weight_spec(self, axes: Sequence[int], rule) -> Spec:
+        return Spec(
+            rule.weight_qtype,
+            channelwise_axes=tuple(axes) if self.per_channel else (),
+            calibration=rule.weight_calibration_method,
+        )
+
+    def _constant_spec(self, rule) -> Spec | None:
+        fmt = rule.act_qtype if self._is_static(rule) else rule and rule.weight_qtype
+        if fmt is None or (rule.weight_qtype is None and not self._is_static(rule)):
+            return None
+        return Spec(fmt, calibration=rule.act_calibration_method)
+
+    def _check_table(self, rule) -> None:
+        if rule.weight_qtype is not None and as_format(rule.weight_qtype).bits < 8:
+            path = flaxlib.path_of(self._module())
+            raise ValueError(
+                f"{path!r}: a look-up in a table of {as_format(rule.weight_qtype).name}, "
+                "but LiteRT's GATHER takes int8. Put a rule for it first: "
+                "QuantizationRule(op_names=('take',), weight_qtype='int8', ...)."
+            )
+
+    # --- contractions -------------------------------------------------------------------
+
+    def _run(self, name: str, plain, args, kwargs) -> jax.Array:
+        kwargs.pop("_dot_general", None)
+        rule, op_id = self._get_current_rule_and_op_id(name)
+        if name == "einsum":
+            args = in_jax_order(*args)
+        ids = (f"{op_id}_{i}" if i else op_id for i in itertools.count())
+        execute = lambda c, lhs, rhs: self._contract(rule, next(ids), c, lhs, rhs)
+        return getattr(Ops(execute), name)(*args, **kwargs)
+
+    def _contract(self, rule, op_id: str, c, lhs, rhs) -> jax.Array:
+        is_act = [self._edges[x].is_activation for x in (lhs, rhs)]
+        if not any(is_act):
+            self._check_seen(op_id, lhs, rhs)
+            out = c.run(lhs, rhs)
+            self._carry_constant(c, (lhs, rhs), None, out)
+            return out
+        if all(is_act):
+            lhs = self._quantized(lhs, rule, f"{op_id}_lhs")
+            rhs = self._quantized(rhs, rule, f"{op_id}_rhs")
+            scales = [table.scale_of(self._edges[x]) for x in (lhs, rhs)]
+            sums = None if any(s is None for s in scales) else scales
+            return self._output(c.run(lhs, rhs), rule, sums=sums)
+        side = ("lhs", "rhs")[is_act[0]]  # of the weight
+        x, w = (lhs, rhs) if side == "rhs" else (rhs, lhs)
+        x = self._matmul_input(rule, op_id, c, x, "lhs" if side == "rhs" else "rhs")
+        multiply = functools.partial(self._multiply, rule, c, x, w, side)
+        self._check_weight(rule, c)
+        channels = len(self._channels(c, side))
+        in_order = c.out[len(c.out) - channels :] == c.kept(side)
+        return self._output(
+            multiply(),
+            rule,
+            fuses=channels if in_order else 0,
+            unit=self._unit(rule, c, x, w, side) if in_order else None,
+            scaled=multiply if in_order and channels == 1 else None,
+        )
+
+    def _matmul_input(self, rule, op_id: str, c, x, side: str):
+        if rule is None or rule.act_qtype is None or rule.act_static_scale:
+            return self._quantized(x, rule, f"{op_id}_{side}")
+        x = self._quantized(x, None, f"{op_id}_{side}")
+        spec = Spec(
+            rule.act_qtype,
+            channelwise_axes=("kept",),
+            calibration=rule.act_calibration_method,
+        )
+        return self._dynamic(x, c.place(spec, side))
+
+    def _channels(self, c, side: str) -> tuple[int, ...]:
+        """The axes of a weight with a scale per index; a batch axis rules them out."""
+        other = c.labels("lhs" if side == "rhs" else "rhs")
+        kept = c.kept(side)
+        if any(x in other for x in kept):
+            return ()
+        return tuple(c.labels(side).index(x) for x in kept)
+
+    def _check_weight(self, rule, c) -> None:
+        """Refuses weights that LiteRT 2.3 does not run, or not rightly."""
+        if rule is None or rule.weight_qtype is None or not isinstance(c, Conv):
+            return
+        fmt, act = as_format(rule.weight_qtype), rule.act_qtype
+        dynamic = act is not None and not rule.act_static_scale
+        wide = act is not None and as_format(act).name == "int16"
+        what = None
+        if fmt.bits < 4 and act is not None:
+            what = f"{fmt.name} weights"
+        elif fmt.bits < 8 and (dynamic and c.feature_groups > 1 or wide):
+            what = (
+                f"{fmt.name} weights with {'int16' if wide else 'dynamic'} activations"
+            )
+        if what:
+            path = flaxlib.path_of(self._module())
+            raise ValueError(
+                f"{path!r}: LiteRT has no convolution of {what}. Put a rule for it first: "
+                "QuantizationRule(op_names=('conv_general_dilated',), weight_qtype="
+                "'int8', ...)."
+            )
+
+    def _check_seen(self, op_id: str, *operands: Any) -> None:
+        params = flaxlib.params_of(self._module())
+        if self.strict_ops and any(origin_is_hidden(x, params) for x in operands):
+            path = flaxlib.path_of(self._module())
+            raise ValueError(
+                f"{path!r}: {op_id} runs inside a remat, a custom gradient or a loop, "
+                "where nothing is known of its operands. Take that wrapping off the "
+                "model, or pass strict=False to leave it in float."
+            )
+
+    # --- how training quantizes ---------------------------------------------------------
+
+    def _grid(self, x: jax.Array, rule, name: str, fixed=None):
+        """A function that puts arrays on the grid of `x`, straight-through."""
+        spec = self._spec(x, rule, fixed)
+        seen = calibrate(jax.lax.stop_gradient(x), spec)
+        seen = {k: jnp.mean(v).reshape((1,) * x.ndim) for k, v in seen.items()}
+        average, module = Average(), self._module()
+        stat = flaxlib.variable(module, "quant_stats", name, lambda: average.init(seen))
+        if flaxlib.can_update(module):
+            before = (
+                average.init(seen) if spec.method == "fixed" else flaxlib.read(stat)
+            )
+            flaxlib.write(stat, average.update(before, seen))
+        range_ = average.range(flaxlib.read(stat), seen)
+        range_ = {k: v.reshape(()) for k, v in range_.items()}
+        return functools.partial(_straight_through, range_, grid_of(range_, spec))
+
+    def _multiply(self, rule, c, x, w, side: str, gain=None) -> jax.Array:
+        if rule is not None and rule.weight_qtype is not None:
+            spec = self._weight_spec(self._channels(c, side), rule)
+            range_ = calibrate(w, spec)
+            w = _straight_through(range_, grid_of(range_, spec, is_narrow=True), w)
+        return c.run(x, w) if side == "rhs" else c.run(w, x)
+
+    def _unit(self, rule, c, x, w, side: str) -> jax.Array | None:
+        """The scale of the matmul's integer sums: a bias is a whole number of these."""
+        scale = table.scale_of(self._edges[x])
+        if scale is None or rule is None or rule.weight_qtype is None:
+            return None
+        channels = self._channels(c, side)
+        spec = self._weight_spec(channels, rule)
+        of_weight = grid_of(calibrate(w, spec), spec).scale
+        if of_weight.size > 1:
+            of_weight = of_weight.reshape([w.shape[a] for a in channels])
+        return jax.lax.stop_gradient(scale.reshape(()) * of_weight)
+
+    def _dynamic(self, x: jax.Array, spec: Spec) -> jax.Array:
+        range_ = calibrate(jax.lax.stop_gradient(x), spec)
+        return _straight_through(range_, grid_of(range_, spec), x)
+
+    def _constant(self, x: jax.Array, rule, change=lambda x: x) -> jax.Array:
+        spec = self._constant_spec(rule)
+        x = change(x)
+        if spec is None:
+            return x
+        range_ = {k: v.reshape(()) for k, v in calibrate(x, spec).items()}
+        on_grid = functools.partial(_straight_through, range_, grid_of(range_, spec))
+        out = on_grid(x)
+        self._edges[out] = Edge(on_grid=on_grid)
+        return out
+
+    def _number(self, c: Any, rule) -> Any:
+        return c  # any number is on some grid
+
+    def _value(self, x: Any) -> Any:
+        return x
+
+    def _known_weight(self, path, value):
+        return None
+
+    def _carry_constant(self, op, args, params, out) -> None:
+        """What is made from one parameter by moving its values about is that parameter."""
+        names = {self._edges[x].weight for x in args} - {None}
+        row = table.PRIMITIVES.get(getattr(op, "name", ""))
+        if len(names) == 1 and row is not None and row.kind == "carry":
+            for x in jax.tree.leaves(out):
+                self._edges[x] = Edge(weight=next(iter(names)))
+
+    def _rsqrt(self, x: jax.Array) -> jax.Array:
+        return jax.lax.rsqrt(
+            jnp.maximum(x, 1e-12)
+        )  # 0 is a code, and inf has no gradient
+
+    def _as_one_op(self, name: str, fn, x: jax.Array, **attributes) -> jax.Array:
+        return fn(x)
+
+    def _affine(self, x: jax.Array, module, rule) -> jax.Array:
+        params = flaxlib.params_of(module)
+        gain, bias = params.get("scale", 1.0), params.get("bias")
+        out = x * gain
+        if bias is None:
+            return out
+        scale = table.scale_of(self._edges[x])
+        assert scale is not None
+        unit = scale * jnp.abs(gain) / 127
+        return out + table.to_multiples(bias, jnp.where(unit == 0, 1, unit))
+
+    def _folded(self, module, run, x, rest, kwargs) -> jax.Array:
+        return run(x, *rest, **kwargs)
+
+    def _standing_alone(self, module, run, x, rest, kwargs, rule) -> jax.Array:
+        return run(x, *rest, **kwargs)
+
+
+def _straight_through(range_, grid, x: jax.Array, **how) -> jax.Array:
+    inside = table.clipped(x, range_)
+    return inside + jax.lax.stop_gradient(grid(x, **how) - inside)
+
+
+def _as_range(value, name: str):
+    if value is None:
+        return None
+    low, high = value
+    calibration.parse(f"fixed,{low},{high}")  # says what is wrong with it
+    return (float(low), float(high))
+
+
+def _check_rule(rule: QuantizationRule) -> None:
+    where = f"rule {rule.module_path!r}"
+    for field, known in (
+        ("weight_qtype", table.WEIGHTS),
+        ("act_qtype", table.ACTIVATIONS),
+    ):
+        value = getattr(rule, field)
+        if value is not None and as_format(value).name not in known:
+            raise ValueError(
+                f"{where}: LiteRT has no {field} {as_format(value).name}. "
+                f"There are: {', '.join(known)}."
+            )
+    if rule.tile_size is not None:
+        raise ValueError(
+            f"{where}: tile_size={rule.tile_size}, but LiteRT has one scale per channel. "
+            "Drop it."
+        )
+    if calibration.parse(rule.weight_calibration_method).is_asymmetric:
+        raise ValueError(
+            f"{where}: weight_calibration_method={rule.weight_calibration_method!r}, but "
+            "weights have no zero point in LiteRT. Use 'absmax'."
+        )
+    defaults = type(rule)()
+    for field in dataclasses.fields(rule):
+        extra = field.name not in QuantizationRule.__dataclass_fields__
+        if extra and getattr(rule, field.name) != getattr(defaults, field.name):
+            raise ValueError(
+                f"{where}: {field.name} is for QtProvider. A LiteRT model trains with "
+                "float gradients: drop it."
+            )
+
+
+def _check_activations(rule: QuantizationRule) -> None:
+    fmt, where = as_format(rule.act_qtype).name, f"rule {rule.module_path!r}"
+    asymmetric = calibration.parse(rule.act_calibration_method).is_asymmetric
+    if fmt == "int16" and asymmetric:
+        raise ValueError(
+            f"{where}: act_calibration_method={rule.act_calibration_method!r}, but int16 "
+            "has no zero point in LiteRT. Use 'absmax'."
+        )
+    if fmt == "int16" and not rule.act_static_scale:
+        raise ValueError(
+            f"{where}: dynamic ranges of int16, but LiteRT's are int8. Use act_qtype="
+            "'int8', or leave act_static_scale out."
+        )
+    if not rule.act_static_scale and rule.act_calibration_method != "minmax":
+        raise ValueError(
+            f"{where}: act_calibration_method={rule.act_calibration_method!r}, but LiteRT "
+            "takes dynamic ranges from the smallest and largest value of each row. Drop it."
+        )
+    if fmt == "int16" and rule.weight_qtype is None:
+        raise ValueError(
+            f"{where}: int16 activations without weight_qtype, but a matmul of LiteRT "
+            "takes int16 with int8 or int4 weights. Add weight_qtype='int8'."
+        )
