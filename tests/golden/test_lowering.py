@@ -99,6 +99,8 @@ PUBLIC = [
     "DelayedFp8Provider",
     "LoraProvider",
     "LoraRule",
+    "OdmlConversionProvider",
+    "OdmlQatProvider",
     "QuantizedDotGeneral",
     "QuantizedEinsum",
     "accumulate_gradients",

@@ -9,8 +9,8 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
-from midtread.interop import litert
-from midtread.report import tflite
+from midtread.interop import litert, tflite
+from midtread.report.tflite import describe
 
 pytest.importorskip("litert_converter", reason="needs midtread[litert]")
 pytest.importorskip("ai_edge_litert", reason="needs midtread[litert]")
@@ -155,7 +155,7 @@ def test_an_unknown_op_stays_float_and_the_report_says_so(x, tmp_path):
     fn = lambda x: nn.Dense(2)(jnp.prod(nn.Dense(3)(x), -1, keepdims=True))
     file, _ = trip(fn, x, tmp_path / "m.tflite", strict=False)
     assert any("not in the table" in note["why"] for note in file.left_float)
-    assert "left in float by the model:" in tflite.describe(tmp_path / "m.tflite")
+    assert "left in float by the model:" in describe(tmp_path / "m.tflite")
     assert [op.name for op in file.ops].count("FULLY_CONNECTED") == 2
     dense = [op for op in file.ops if op.name == "FULLY_CONNECTED"]
     assert all(op.is_integer for op in dense)
@@ -269,4 +269,4 @@ def test_batch_norm_in_training(x, tmp_path):
 def test_not_a_litert_file(tmp_path):
     (tmp_path / "m.tflite").write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not a LiteRT file"):
-        tflite.describe(tmp_path / "m.tflite")
+        describe(tmp_path / "m.tflite")

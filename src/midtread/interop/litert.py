@@ -26,12 +26,12 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from midtread.interop import tflite
 from midtread.model import flaxlib
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
 from midtread.providers.litert import OdmlQatProvider
 from midtread.providers.litert_convert import OdmlConversionProvider
-from midtread.report import tflite
 
 INPUTS = ("float32", "int32", "int8", "uint8", "int16", "bool")
 METADATA = "midtread"
