@@ -2,6 +2,8 @@
 all of them lowered for CUDA. On a GPU: tests/device/test_kernels.py."""
 
 import functools
+import importlib.util
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -250,3 +252,11 @@ def test_odd_sizes_lower_for_cuda(monkeypatch):
     run = lambda x, w: gpu.scaled(labels, x, w, jnp.bfloat16, interpret=False)
     with pretend_gpu():
         jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",))
+
+
+def test_the_matrix_in_the_docs_is_current():
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "matrix.py"
+    spec = importlib.util.spec_from_file_location("matrix", path)
+    matrix = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    assert matrix.PAGE.read_text() == matrix.page()

@@ -39,6 +39,8 @@ from midtread.numerics.spec import Spec
 Labels = tuple[str, ...]
 IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
+SYMBOLIC = "an extent is not known: jax.export with symbolic shapes is left to XLA"
+
 _wanted = jax.make_user_context(default_value=None)  # part of jit's cache key
 
 
@@ -129,6 +131,8 @@ def why_not_scaled(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
     if _is_explicit(*parts):
         return "its operands are laid out over a mesh with explicit axes"
+    if not _is_static(*parts):
+        return SYMBOLIC
     if tiles:
         return _kernels().why_not_blocked(labels, lhs, rhs, tiles)
     return _kernels().why_not_scaled(labels, lhs, rhs)
@@ -171,6 +175,10 @@ def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
             "a model over several devices is quantized by XLA, which can partition it"
         )
     return _kernels().why_not_quantize(x, spec, summed, factor)
+
+
+def _is_static(*arrays) -> bool:
+    return all(isinstance(n, int) for x in arrays for n in x.shape)
 
 
 def _is_explicit(*arrays) -> bool:
@@ -246,6 +254,8 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
     reason = _why_no_gpu(hopper=False)
     if reason is None and _is_explicit(x_MK, w.qvalue):
         reason = "its operands are laid out over a mesh with explicit axes"
+    if reason is None and not _is_static(x_MK, w.qvalue):
+        reason = SYMBOLIC
     if reason is None:
         how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype)
         reason = _kernels().why_not_weight(*how)
@@ -257,7 +267,8 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
 def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
     side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
-    if _why_no_gpu(hopper=False) is not None:
+    parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
+    if _why_no_gpu(hopper=False) is not None or not _is_static(*parts):
         return None
     sizes = [_num_kept(x, of, labels) for x, of in ((lhs, labels[0]), (rhs, labels[1]))]
     side = int(sizes[1] < sizes[0])

@@ -24,6 +24,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from midtread.kernels import xla
+from midtread.kernels.choose import implementation
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.coverage import Coverage, Param
@@ -75,7 +77,9 @@ def explain(
         if isinstance(model, nnx.Module)
         else _trace_function
     )
-    jaxpr, params = trace(model, provider, method, inputs, kwargs, seen)
+    # a GPU's kernels would hide the contractions
+    with implementation("xla" if xla.platform() == "gpu" else None):
+        jaxpr, params = trace(model, provider, method, inputs, kwargs, seen)
     text = provider.unused_rules_text()
     if text:
         raise ValueError(text)
