@@ -43,6 +43,7 @@ class Blocks:
     width: int = 8  # of the walk
     minor: int = 0  # axis that the walk runs along first: 0 is m
     delay: int = 0  # blocks still being multiplied when the next ones start
+    pair: bool = False  # two programs, one below the other, fetch b once for both
 
     @property
     def cta(self) -> tuple[int, int]:
@@ -65,22 +66,25 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
     m, k = a_gmem.shape
     n, _ = b_gmem.shape
     cta_m, cta_n = blocks.cta
-    grid = pl.cdiv(m, cta_m), pl.cdiv(n, cta_n)
+    num_paired = 2 if blocks.pair else 1
+    grid = pl.cdiv(m, cta_m * num_paired), pl.cdiv(n, cta_n)
     integer = jnp.issubdtype(a_gmem.dtype, jnp.integer)
 
     def pipeline(body, context):
-        spec = lambda rows, dtype: plgpu.BlockSpec(
+        spec = lambda rows, dtype, shared=(): plgpu.BlockSpec(
             (rows, blocks.k),
             lambda i: (0, i),
             transforms=in_order(blocks.k, dtype),
             memory_space=plgpu.SMEM,
             delay_release=blocks.delay,
+            collective_axes=shared,
         )
+        shared = ("pair",) if blocks.pair else ()
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(pl.cdiv(k, blocks.k),),
             memory_registers=40,
-            in_specs=[spec(cta_m, a_gmem.dtype), spec(cta_n, b_gmem.dtype)],
+            in_specs=[spec(cta_m, a_gmem.dtype), spec(cta_n, b_gmem.dtype, shared)],
             wg_axis="wg",
             num_compute_wgs=2,
             max_concurrent_steps=blocks.stages,
@@ -105,6 +109,8 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
         @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
         def _(loop):
             i, j = plgpu.planar_snake(loop.index[0], grid, blocks.minor, blocks.width)
+            if blocks.pair:
+                i = i * 2 + lax.axis_index("pair")
             rows, columns = pl.ds(i * cta_m, cta_m), pl.ds(j * cta_n, cta_n)
             first = i * cta_m, j * cta_n
             if blocks.split == "m":
@@ -184,13 +190,15 @@ def scaled_matmul(
     """[M, N] of codes and float32 scales. Edges of blocks that stick out read as zeros."""
     m, n = a_MK.shape[0], b_NK.shape[0]
     cta_m, cta_n = blocks.cta
-    sa_M = jnp.pad(sa_M, (0, -m % cta_m))
+    sa_M = jnp.pad(sa_M, (0, -m % (2 * cta_m)))
     sb_N = jnp.pad(sb_N, (0, -n % cta_n))
     extra = {"interpret": InterpretGPUParams()} if interpret else {}
+    if blocks.pair:
+        extra |= {"cluster": (2,), "cluster_names": ("pair",)}
     kernel = plgpu.kernel(
         functools.partial(_body, blocks=blocks),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(num_cores(),),
+        grid=(num_cores() // (2 if blocks.pair else 1),),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
