@@ -4,9 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint newest clean
+.PHONY: demo examples test lint newest clean
 
+# A language model in bf16 and in int8, then int4 weights of the latter; compared.
+MIDTREAD := $(BIN)/midtread
 demo: $(VENV)/demo.installed
+	$(MIDTREAD) train demo run_name=bf16
+	$(MIDTREAD) train demo run_name=int8 use_qwix_quantization=true quantization=int8
+	$(MIDTREAD) quantize runs/demo/int8 quantization=int4w overwrite=true
+	$(MIDTREAD) eval runs/demo/bf16 runs/demo/int8 runs/demo/int8-int4w
+	$(MIDTREAD) generate runs/demo/int8-int4w quantize_kvcache=true
+	$(MIDTREAD) report runs/demo/bf16 runs/demo/int8 runs/demo/int8-int4w
+
+examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
 test: lint
@@ -26,7 +36,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
 	touch $@
 
 $(VENV)/dev.installed: $(VENV)/bin/python pyproject.toml

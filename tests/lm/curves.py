@@ -1,11 +1,12 @@
 """Twenty steps of training on the synthetic batch, for every value of `quantization`.
 
-`python -m tests.lm.curves` writes tests/golden/losses/jax-<minor>.json anew for the
-installed JAX; a change there has to be explained.
+`python -m tests.lm.curves [case ...]` writes tests/golden/losses/jax-<minor>.json anew for
+the installed JAX, all cases or those named; a change there has to be explained.
 """
 
 import json
 import pathlib
+import sys
 
 import jax
 
@@ -44,8 +45,10 @@ def curve(words, prepare=build.for_training):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    golden = {}
-    for name, words in {"float": [], **CASES}.items():
+    cases = {"float": [], **CASES}
+    golden = json.loads(PATH.read_text()) if sys.argv[1:] else {}
+    for name in sys.argv[1:] or cases:
+        words = cases[name]
         golden[name] = [round(x, 6) for x in curve(words)]
         print(name, golden[name][0], golden[name][-1], flush=True)
         PATH.write_text(json.dumps(golden, indent=1) + "\n")

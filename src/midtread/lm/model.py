@@ -35,8 +35,6 @@ POLICIES = {
 
 
 STACKED = {nnx.PARTITION_NAME: "layers"}
-# A scan gives every layer its own weights; random streams run on from layer to layer.
-LAYERS = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: 0})
 
 
 class Place(NamedTuple):
@@ -318,9 +316,13 @@ class Decoder(nnx.Module):
             x, more, cache = self._one()(layer, x, place, cache)
             return (x, balance + more), cache
 
+        # random streams are stacked like weights, or run on from layer to layer
+        counts = jax.tree.leaves(nnx.state(layers, nnx.RngCount))
+        runs_on = any(count.ndim == 0 for count in counts)
+        own = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: 0}) if runs_on else 0
         scan = nnx.scan(
             body,
-            in_axes=(nnx.Carry, LAYERS, 0, None),
+            in_axes=(nnx.Carry, own, 0, None),
             out_axes=(nnx.Carry, 0),
             transform_metadata=STACKED,
         )

@@ -7,11 +7,22 @@ from typing import Any
 Curves = dict[str, list[dict[str, Any]]]  # run -> lines of its metrics
 
 
-def _figure(curves: Curves) -> Any:
+Table = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]  # headings, rows
+
+
+def _figure(curves: Curves, table: Table | None = None) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 6 if table else 4.5), layout="constrained")
+    if table:
+        axes, below = figure.subplots(2, height_ratios=(4, 1))
+        below.axis("off")
+        headings, rows = table
+        drawn = below.table(rows, colLabels=headings, loc="center", edges="horizontal")
+        drawn.auto_set_font_size(False)
+        drawn.set_fontsize(9)
+    else:
+        axes = figure.subplots()
     for name, lines in curves.items():
         steps = [x["step"] + 1 for x in lines]
         (drawn,) = axes.plot(
@@ -39,8 +50,9 @@ def smooth(values: list[float], keep: float = 0.8) -> list[float]:
     return out
 
 
-def png(curves: Curves, path: pathlib.Path) -> pathlib.Path:
-    _figure(curves).savefig(path, dpi=120)
+def png(curves: Curves, path: pathlib.Path, table: Table | None = None) -> pathlib.Path:
+    """Curves, and a table under them, as a picture in a file."""
+    _figure(curves, table).savefig(path, dpi=120)
     return path
 
 

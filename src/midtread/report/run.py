@@ -44,7 +44,8 @@ def of_runs(
     curves = {name: lines for name, lines in curves.items() if lines}
     sections = []
     if curves:
-        plot.png(curves, path.parent / "loss.png")
+        below = next(((x.columns, x.rows) for x in extra if x.rows), None)
+        plot.png(curves, path.parent / "loss.png", below)
         columns = ("run", "steps", "loss", "held-out loss", "perplexity", "tokens/s")
         rows = tuple(_row(f, curves[f.name]) for f in folders if f.name in curves)
         sections.append(html.Section("Loss", picture=plot.svg(curves)))
