@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-def curve(words, prepare=build.for_training):
+def curve(words, prepare=build.for_training, steps=20):
     """The losses of a run; `prepare(config, model)` quantizes it."""
     config = settings.load([*BASE, *words])
     m, t = section(config, Model), section(config, Training)
@@ -37,7 +37,7 @@ def curve(words, prepare=build.for_training):
     batch = data.held_out(data.splits(config).train, config)[0]
     run = step.make_step(m, t, parts, config.seed)
     losses = []
-    for _ in range(config.steps):
+    for _ in range(steps):
         state, metrics = run(state, batch)
         losses.append(float(metrics["loss"]))
     return losses

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pathlib
+import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from midtread import cli
 from midtread.lm import cache, convert, data, model, settings
 from midtread.lm.config import Model, section
 from midtread.lm.generate import Sampling, choose, generate
+from midtread.lm.manual import manual_quantize
 from midtread.lm.train import train
 
 WORDS = [
@@ -278,3 +281,31 @@ def test_layers_in_a_list_are_the_same_model(key):
     np.testing.assert_allclose(
         call(listed, tokens).logits, call(scanned, tokens).logits, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_commands_in_the_guide_run(tmp_path, monkeypatch, capsys):
+    """`docs/train.md`, top to bottom."""
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "train.md"
+    blocks = re.findall(r"```sh\n(.*?)```", guide.read_text(), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) >= 9
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "midtread" and cli.main(words) == 0, command
+    assert "target_loss=9 reached" in capsys.readouterr().out
+
+
+def test_manual_quantize_is_maxtexts():
+    x = jax.random.normal(jax.random.key(0), (64, 32)) * 200
+    q = manual_quantize(x, "fixed,-224,224")
+    assert q.qvalue.dtype == jnp.float8_e4m3fn and q.scale.shape == (1, 1)
+    expected = jnp.clip(x / 0.5, -448, 448).astype(jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(
+        q.qvalue.astype(jnp.float32), expected.astype(jnp.float32)
+    )
+    assert float(mt.dequantize(q).max()) == 224.0
+    for bad in (None, "absmax", "fixed,3"):
+        with pytest.raises(ValueError, match="fixed"):
+            manual_quantize(x, bad)

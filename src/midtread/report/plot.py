@@ -1,6 +1,7 @@
 """Plot: loss curves, as a picture."""
 
 import io
+import itertools
 import pathlib
 from typing import Any
 
@@ -23,10 +24,11 @@ def _figure(curves: Curves, table: Table | None = None) -> Any:
         drawn.set_fontsize(9)
     else:
         axes = figure.subplots()
-    for name, lines in curves.items():
+    styles = itertools.cycle(("-", "--", "-.", ":"))  # curves may lie on each other
+    for (name, lines), style in zip(curves.items(), styles):
         steps = [x["step"] + 1 for x in lines]
         (drawn,) = axes.plot(
-            steps, smooth([x["loss"] for x in lines]), label=name, lw=1.5
+            steps, smooth([x["loss"] for x in lines]), style, label=name, lw=1.8
         )
         judged = [x for x in lines if "eval_loss" in x]
         axes.plot(
