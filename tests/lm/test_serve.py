@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from flax import nnx
 
 import midtread as mt
 from midtread import cli
+from midtread.interop import orbax as interop
 from midtread.lm import cache, convert, data, model, settings
-from midtread.lm.config import Model, section
+from midtread.lm.config import Model, UsageError, section
 from midtread.lm.generate import Sampling, choose, generate
 from midtread.lm.manual import manual_quantize
 from midtread.lm.train import train
@@ -64,12 +66,9 @@ def test_bytes_on_disk_are_what_the_format_promises(tmp_path, value, bits):
     """On weights wide enough that names and shapes do not count."""
     config = settings.load(["tiny", "emb_dim=512", "mlp_dim=1024", "num_decoder_layers=1",
                             "head_dim=256", f"quantization={value}"])  # fmt: skip
-    import orbax.checkpoint as ocp
-
     net = convert.in_memory(config, model.create(section(config, Model)))
-    params = nnx.to_pure_dict(nnx.state(net.decoder.layers.mlp, nnx.Param))
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(tmp_path / "params", params)
+    params = nnx.state(net.decoder.layers.mlp, nnx.Param)
+    interop.save(tmp_path / "params", net.decoder.layers.mlp)
     from midtread.lm.checkpoint import nbytes
 
     weights = 3 * 512 * 1024
@@ -83,6 +82,13 @@ def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
     out = capsys.readouterr().out
     assert "bytes of weights instead of" in out and "int4" in out
     quantized = f"{run}-int4w"
+    config = settings.load_checkpoints([run, "quantization=int4w"])[0][1]
+    with pytest.raises(UsageError, match="int4w/params"):
+        damaged = pathlib.Path(f"{run}-damaged-int4w/params")
+        shutil.copytree(quantized, damaged.parent)
+        largest = max(damaged.rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+        largest.write_bytes(b"x" + largest.read_bytes()[1:])
+        convert.load(config, str(damaged.parent))
     sizes = json.loads(pathlib.Path(quantized, "sizes.json").read_text())
     assert sizes["bytes"] < sizes["float_bytes"] * 0.6  # the embedding is float
     assert cli.main(["eval", run, quantized, "target_loss=9"]) == 0

@@ -6,11 +6,11 @@ one float parameter (all layers of it, where layers are scanned). What is writte
 float weights no more:
 
     <folder>/config.yml    the model, and `quantization`, which says how to read the rest
-            /params        codes and scales, in a tree named like the model
+            /params        codes and scales, every file with its digest (interop/orbax.py)
             /sizes.json    bytes of weights, before and after
 
 `load` builds the same model from shapes and puts the arrays into it: what then runs is
-what quantizing in memory would have given, bit for bit.
+what quantizing in memory would have given, bit for bit. A damaged file is refused.
 """
 
 import json
@@ -23,6 +23,7 @@ import flax
 import jax
 from flax import nnx
 
+from midtread.interop import orbax as interop
 from midtread.lm import checkpoint, quantization, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
@@ -64,10 +65,10 @@ def load(config: Config, path: str) -> nnx.Module:
         state = nnx.state(model, nnx.Param)
         nnx.update(model, checkpoint.load_weights(path, state))
         return in_memory(config, model)
-    model = abstract(config)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    params = checkpoint.load_weights(path, params)
-    return nnx.merge(graph, params, rest)
+    try:
+        return interop.load(pathlib.Path(path) / "params", abstract(config))
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()[0]) from None
 
 
 def destination(config: Config, source: str) -> pathlib.Path:
@@ -79,8 +80,6 @@ def destination(config: Config, source: str) -> pathlib.Path:
 
 def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     """Writes the quantized checkpoint of `source`; its folder."""
-    import orbax.checkpoint as ocp
-
     logging.getLogger("absl").setLevel(logging.ERROR)
     require(
         not is_quantized(source), f"{source} is quantized already: give the float one."
@@ -108,13 +107,12 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
         one = flax.traverse_util.unflatten_dict({path: param})
         made |= flax.traverse_util.flatten_dict(quantize_params(one, served))
         del param, one
-    tree = flax.traverse_util.unflatten_dict(made)
+    graph, params, rest = nnx.split(served, nnx.Param, ...)
+    nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(made))
     folder.mkdir(parents=True)
     settings.save(config, folder / "config.yml")
-    writer = ocp.StandardCheckpointer()
-    writer.save((folder / "params").resolve(), tree)
-    writer.wait_until_finished()
-    after = nbytes(tree)
+    interop.save(folder / "params", nnx.merge(graph, params, rest))
+    after = nbytes(made)
     sizes = {"source": source, "float_bytes": before, "bytes": after}
     sizes["bytes_on_disk"] = checkpoint.nbytes(folder / "params")
     (folder / FILE).write_text(json.dumps(sizes, indent=1))
