@@ -673,6 +673,36 @@ def modules():
     }  # fmt: skip
 
 
+@same
+@eager
+def boxes_as_arrays():
+    """What jnp.asarray makes of a box under PTQ, and what a box makes of itself."""
+
+    class Asks(nnx.Module):
+        def __call__(self, x, dtype=None):
+            return jnp.asarray(x, dtype=dtype)
+
+    provider = ptq.PtqProvider([qwix.QuantizationRule(weight_qtype="int8")])
+    net = qwix.quantize_model(Asks(), provider, jnp.ones((2, 2)))
+    q = qwix.QArray(jnp.ones((2, 2), jnp.int8), jnp.ones((1, 1)))
+    box = ptq.WithAux(jnp.ones((2, 2)), "int8")
+    parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.qvalue[:1, :1]}
+    state = nnx.State(
+        {"array": nnx.State({k: nnx.Variable(v) for k, v in parts.items()})}
+    )
+    named = nn.Partitioned(jnp.ones((2, 2)), names=("a", "b"))
+    cast = ptq.WithAux(named, "int8").astype(jnp.float16)
+    return {
+        "same": jax.tree.map(id, net(box)) == jax.tree.map(id, box),
+        "dtypes": [str(net(x, dtype=jnp.float16).dtype) for x in (box, q)],
+        "kinds": [type(net(x)).__name__ for x in (box, q, state, nnx.Param(box))],
+        "inside": type(net(ptq.WithAux([1.0, 2.0], "int8")).array).__name__,
+        "zero": net(state).zero_point, "cast": (str(cast.dtype), cast.array.names),
+        "box": (box.shape, box.ndim, box.reshape(2, 2).shape, box[0]),
+        "torn": error_of(box.reshape, 4),
+    }  # fmt: skip
+
+
 @case
 @eager
 def interceptions():

@@ -51,7 +51,8 @@ class WithAux:
         return dataclasses.replace(self, **changes)
 
     def astype(self, dtype) -> "WithAux":
-        return self.replace(array=flaxlib.unbox(self.array).astype(dtype))
+        cast = flaxlib.unbox(self.array).astype(dtype)
+        return self.replace(array=flaxlib.like(self.array, cast))
 
     def reshape(self, *shape) -> "WithAux":
         shape = (

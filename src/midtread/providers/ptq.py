@@ -204,8 +204,21 @@ class PtqProvider(QuantizationProvider):
     def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
         return tuple(self.promote_dtype(*args, **kwargs))
 
-    def asarray(self, a: Any, *args, **kwargs) -> Any:
-        return flaxlib.unbox(a) if _is_box(a) else jnp.asarray(a, *args, **kwargs)
+    def asarray(self, a: Any, dtype: Any = None, *args, **kwargs) -> Any:
+        """A box stays one, in another dtype if one is asked for; an nnx.State of the parts
+        of a QArray becomes that QArray."""
+        if isinstance(a, nnx.Variable):
+            a = a.get_raw_value()
+        if isinstance(a, nnx.State) and "array" in a:
+            a = a["array"]
+        if isinstance(a, nnx.State) and {"qvalue", "scale"} <= set(a):
+            a = QArray(**{k: flaxlib.unbox(v) for k, v in a.items()})
+        if isinstance(a, WithAux):
+            inner = flaxlib.unbox(a.array)
+            return a.replace(array=self.asarray(inner, dtype, *args, **kwargs))
+        if isinstance(a, QArray):
+            return a if dtype is None or a.dtype == dtype else a.astype(dtype)
+        return jnp.asarray(a, dtype, *args, **kwargs)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         """Quantizes in place, one parameter after the other; nothing else is run."""
