@@ -20,7 +20,7 @@ from jax import lax
 
 from midtread.kernels.matmul_gpu import OUT, in_order, send
 from midtread.kernels.pallas_compat import (
-    InterpretGPUParams,
+    interpreter,
     load_slice,
     num_cores,
     pl,
@@ -129,7 +129,7 @@ def blocked_matmul(
     """[M, N]; `sb_TN` may have one entry per 128 columns."""
     m, n = a_MK.shape[0], b_NK.shape[0]
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
-    extra = {"interpret": InterpretGPUParams()} if interpret else {}
+    extra = interpreter() if interpret else {}
     kernel = plgpu.kernel(
         functools.partial(_body, stages=stages),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),

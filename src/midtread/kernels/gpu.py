@@ -136,6 +136,7 @@ def why_not_blocked(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
     if reason is not None:
         return reason
     found = matrices(*labels)
+    assert found is not None  # or why_not_scaled had said so
     if _codes(lhs).dtype.name not in FLOAT8:
         return "scales within the sum have a kernel for float8 alone"
     extents = _extents(labels, lhs, rhs)
@@ -340,7 +341,8 @@ def quantize(
     copies = ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
     copies = copies if both else copies[:1]
     is_absmax = spec.method == "absmax" and not spec.calibration.args and range_ is None
-    is_rows = laid(counts, x.shape, first)[1] == [sides.rows, 1]
+    fitted = laid(counts, x.shape, first)
+    is_rows = fitted is not None and fitted[1] == [sides.rows, 1]
     fits = sides.columns * x.dtype.itemsize <= quantize_gpu.MAX_ROW
     if is_rows and is_absmax and fits:
         codes, scale = quantize_gpu.rows(

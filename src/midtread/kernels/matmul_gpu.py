@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels.pallas_compat import (
-    InterpretGPUParams,
+    interpreter,
     load_slice,
     num_cores,
     pl,
@@ -189,10 +189,12 @@ def scaled_matmul(
 ) -> jax.Array:
     """[M, N] of codes and float32 scales. Edges of blocks that stick out read as zeros."""
     m, n = a_MK.shape[0], b_NK.shape[0]
+    if interpret:  # the interpreter has no clusters
+        blocks = dataclasses.replace(blocks, pair=False)
     cta_m, cta_n = blocks.cta
     sa_M = jnp.pad(sa_M, (0, -m % (2 * cta_m)))
     sb_N = jnp.pad(sb_N, (0, -n % cta_n))
-    extra = {"interpret": InterpretGPUParams()} if interpret else {}
+    extra = interpreter() if interpret else {}
     if blocks.pair:
         extra |= {"cluster": (2,), "cluster_names": ("pair",)}
     kernel = plgpu.kernel(

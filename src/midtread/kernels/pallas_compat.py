@@ -48,7 +48,17 @@ def load_slice(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     index = pl.ds(start, size)
     if VERSION < (0, 11):
         return plgpu.load(ref, (index,), layout=layout, optimized=False)
-    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    read: Any = plgpu.load  # as it is from jax 0.11 on
+    return read(ref.at[index], layout=layout, optimized=False)
+
+
+def interpreter() -> dict[str, Any]:
+    """The arguments that have a Mosaic kernel interpreted."""
+    if InterpretGPUParams is None:
+        raise NotImplementedError(
+            f"jax {jax.__version__} cannot interpret Mosaic GPU kernels: jax 0.12 can."
+        )
+    return {"interpret": InterpretGPUParams()}
 
 
 def warpgroup_params():
@@ -65,7 +75,7 @@ def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
     try:
         device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     except TypeError:  # before jax 0.12 a device had no platform
-        device = AbstractDevice(kind, num_cores)
+        device = AbstractDevice(kind, num_cores)  # pyright: ignore[reportCallIssue]
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
     with use_abstract_mesh(mesh):
         yield

@@ -104,7 +104,8 @@ def _forward(how, c, lhs, rhs, ranges, key):
         dtype = x.dtype if _is_float(x) else jnp.int8
         value = again if slot is REUSE or isinstance(x, QArray) else x
         kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
-    out = contract(c, *operands, recipe.fwd.accumulate)
+    lhs, rhs = operands
+    out = contract(c, lhs, rhs, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
 
 

@@ -45,7 +45,8 @@ def scaled_blocks(out_dtype, shape: tuple[int, int]) -> Blocks:
     else:
         blocks = Blocks(**table(device_kind())["scaled"])
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3  # shared memory is 227 kB
-    return dataclasses.replace(blocks, stages=stages)
+    pair = blocks.pair and shape[0] % (2 * blocks.cta[0]) == 0
+    return dataclasses.replace(blocks, stages=stages, pair=pair)
 
 
 def weight_blocks(
