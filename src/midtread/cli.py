@@ -12,7 +12,7 @@ VERBS = {
     "quantize": "write a quantized checkpoint of a run: midtread quantize runs/a ...",
     "generate": "text from a checkpoint: midtread generate runs/a prompt=...",
     "eval": "held-out loss of checkpoints, side by side: midtread eval runs/a runs/b",
-    "report": "one page of runs and checkpoints: midtread report runs/a runs/b",
+    "report": "one page of runs and checkpoints, or what is in a .tflite file",
     "bench": "time and memory of a training step, beside the same in float",
     "explain": "what would be quantized, in which formats, and why the rest is not",
 }
@@ -33,8 +33,9 @@ def _quantize(words: Sequence[str]) -> None:
     for path, config in settings.load_checkpoints(words):
         folder = convert.quantize(config, path, terminal.say)
         found = build.coverage(config, serve=True)
-        terminal.coverage(build.mode(config), build.summary(found), found.totals)
-        (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+        how = build.mode(config, serve=True)
+        terminal.coverage(how, build.summary(found), found.totals)
+        (folder / "coverage.txt").write_text(f"{how}\n\n{found}\n")
 
 
 def _generate(words: Sequence[str]) -> None:
@@ -74,6 +75,27 @@ def _eval(words: Sequence[str]) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
+    files = [w for w in words if w.endswith(".tflite")]
+    for file in files:
+        _report_tflite(file)
+    if not files or len(files) < len(words):
+        _report_runs([w for w in words if w not in files])
+
+
+def _report_tflite(file: str) -> None:
+    import pathlib
+
+    from midtread.lm.config import UsageError, require
+    from midtread.report.tflite import describe
+
+    require(pathlib.Path(file).is_file(), f"no such file: {file}.")
+    try:
+        print(describe(file))
+    except ValueError as error:
+        raise UsageError(f"{file}: {str(error).splitlines()[0]}") from None
+
+
+def _report_runs(words: Sequence[str]) -> None:
     import pathlib
 
     from midtread.lm import eval as evals
@@ -164,13 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in ("midtread", "jax"):
+    except ImportError as error:
+        package = (error.name or "").split(".")[0]
+        if package in ("midtread", "jax", "flax"):
             raise
-        print(
-            f"error: this needs the package {error.name}: pip install 'midtread[train]'.",
-            file=sys.stderr,
-        )
+        what = f"this needs the package {package}" if package else str(error)
+        print(f"error: {what}: pip install 'midtread[train]'.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint.")

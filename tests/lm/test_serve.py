@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,23 @@ def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     )
 
 
+def test_quantizing_holds_one_float_parameter(run, monkeypatch, tmp_path):
+    held, most, real = [], [0], convert.read_one
+
+    def read_one(*args):
+        most[0] = max(most[0], sum(ref() is not None for ref in held))
+        param = real(*args)
+        held.append(weakref.ref(param))
+        return param
+
+    monkeypatch.setattr(convert, "read_one", read_one)
+    words = [run, "quantization=int4w", f"save_quantized_params_path={tmp_path / 'q'}"]
+    ((_, config),) = settings.load_checkpoints(words)
+    convert.quantize(config, run, say=lambda text: None)
+    floats = 4  # embedding and norms stay as they are
+    assert len(held) > 2 * floats and most[0] <= floats
+
+
 @pytest.mark.parametrize("value,bits", [("int8w", 8), ("int4w", 4)])
 def test_bytes_on_disk_are_what_the_format_promises(tmp_path, value, bits):
     """On weights wide enough that names and shapes do not count."""
@@ -105,6 +123,8 @@ def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
     assert cli.main(["report", run, quantized]) == 0
     page = (pathlib.Path(run).parent / "report.html").read_text()
     assert "<svg" in page and "a-int4w" in page
+    assert cli.main(["report", "nowhere.tflite"]) == 2
+    assert "no such file: nowhere.tflite" in capsys.readouterr().err
 
 
 WRONG = {
@@ -287,6 +307,22 @@ def test_layers_in_a_list_are_the_same_model(key):
     np.testing.assert_allclose(
         call(listed, tokens).logits, call(scanned, tokens).logits, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_an_int8_cache_changes_few_tokens(tmp_path):
+    """Of the demo model: the likeliest next token, after the same text, for 2% or fewer."""
+    words = ["demo", f"base_output_directory={tmp_path}", "run_name=a"]
+    folder = str(train(settings.load(words)).folder)
+    ((_, config),) = settings.load_checkpoints([folder])
+    net, rows = convert.load(config, folder), data.splits(config).held_out
+    tokens = data.stack([rows[i] for i in range(0, 1280, 40)])["inputs"]
+    greedy = lambda how: jnp.argmax(
+        call(net, tokens, cache=cache.make(config, *tokens.shape, how)).logits, -1
+    )
+    exact = greedy(None)
+    for axis in ("dkv", "heads_and_dkv"):
+        assert float(jnp.mean(greedy(("int8", axis)) != exact)) < 0.02
 
 
 @pytest.mark.slow

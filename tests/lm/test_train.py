@@ -23,6 +23,9 @@ from midtread.lm.train import Diverged, check_loss, read, train
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
 
 
+QWIX = "use_qwix_quantization=true"
+
+
 def config(folder, *words):
     return settings.load([*SMALL, f"base_output_directory={folder}", *words])
 
@@ -54,6 +57,15 @@ def test_a_run_learns_and_leaves_its_files(whole):
     assert saved.learning_rate == 0.01
     steps = {p.name for p in (whole.folder / "checkpoints").iterdir()}
     assert steps == {"10", "20"}
+
+
+def test_int8_ends_where_float_does(whole, tmp_path):
+    """In miniature what benchmarks/quality.py measures: same steps, data and seed."""
+    words = ["run_name=a", "learning_rate=0.01", "quantization=int8", QWIX]
+    int8 = train(config(tmp_path, *words))
+    assert abs(int8.eval_loss / whole.eval_loss - 1) < 0.01
+    assert losses(int8.folder) != losses(whole.folder)
+    assert "int8 x int8" in (int8.folder / "coverage.txt").read_text()
 
 
 class Stop(Exception):

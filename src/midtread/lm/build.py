@@ -84,8 +84,10 @@ def summary(found: Coverage) -> list[Line]:
     return lines
 
 
-def mode(config: Config) -> str:
+def mode(config: Config, serve: bool = False) -> str:
     """The route and how ranges are found, in words."""
+    if serve:
+        return f"{config.quantization or 'rules of your own'}: weights once, for good"
     if config.quant:
         return f"{len(config.quant)} rules of your own"
     value = quantization.value_of(config)
