@@ -15,6 +15,7 @@ zero. The tour, from the inside out:
       PtqProvider         serve it; quantize_params turns its parameters
       DelayedFp8Provider  train it in fp8 with scales from earlier steps
       LoraProvider        fine-tune it through adapters, over quantized weights or not
+      OdmlQatProvider     train it for a phone; interop.litert writes the file
     explain             what a provider does to a model, op by op, before it is run
     prove               what the compiled program does, and in which dtypes
 
