@@ -26,8 +26,7 @@ NOT_TAKEN = {
     "_einsum_fn": "another engine below PTQ",
     "_conv_general_dilated_fn": "another engine below PTQ",
 }
-# Annotations, and what another extra brings
-NO_SIGNATURE = ("NoiseFn", "ShapeT", "OdmlQatProvider", "OdmlConversionProvider")
+NO_SIGNATURE = ("NoiseFn", "ShapeT")  # annotations
 # Names that the program does not use, and why.
 NOT_RUN = {
     "BoxedParamProvider": "newer than 0.1.8",
@@ -36,7 +35,6 @@ NOT_RUN = {
     "ModelType": "an annotation",
     "qarray": "the module, as an attribute of another",
     "__all__": "",
-    "mask": "",
 }
 
 

@@ -52,6 +52,7 @@ class Ops:
         self,
         a: Operand,
         b: Operand,
+        *,
         precision: Any = None,
         preferred_element_type: Any = None,
         out_sharding: Any = None,

@@ -48,7 +48,11 @@ def dot(
 ) -> jax.Array:
     """jnp.dot of arrays or QArrays, through a dot_general of one's own if given."""
     ops: Any = types.SimpleNamespace(dot_general=_qwix_dot_general)
-    return Ops.dot(ops, a, b, precision, preferred_element_type, out_sharding)
+    how = {
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    return Ops.dot(ops, a, b, precision=precision, **how)
 
 
 def einsum(
