@@ -1,4 +1,7 @@
-"""LiteRT files: written by the converter, run by the interpreter, compared with JAX."""
+"""LiteRT files: written by the converter, run by the interpreter, compared with JAX.
+
+Half of the models take their time: `pytest -m slow tests/interop/test_litert.py`.
+"""
 
 import os
 
@@ -97,7 +100,13 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("concatenate", "functions", "heads", "norms", "padded", "softmax", "moves")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MODELS],
+)
 def test_every_op_is_integer_and_right(name, x, tmp_path):
     fn, least = MODELS[name]
     file, parity = trip(fn, x, tmp_path / "m.tflite")
@@ -215,7 +224,7 @@ def test_no_statistics(x, tmp_path):
     variables = variables_of(x)
     fails(ValueError, "no range was collected for 'dot_general0_lhs'", path,
           quantized_dense(), variables, x)  # fmt: skip
-    unseen = quantized_dense().init(jax.random.key(0), x)
+    unseen = jax.jit(quantized_dense().init)(jax.random.key(0), x)
     fails(ValueError, "no batch was seen there", path, quantized_dense(), unseen, x)
     with pytest.raises(ValueError, match="no batch to calibrate with"):
         litert.calibrate_and_export(nn.Dense(3), variables, [], path)

@@ -137,7 +137,13 @@ def x():
     return jax.random.normal(jax.random.key(0), (4, 8, 8, 4))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n == "activations" else ())
+        for n in MODELS
+    ],
+)
 def test_statistics_and_annotations(name, x):
     model = Of(MODELS[name])
     params = narrow(jax.jit(model.init)(jax.random.key(1), x)["params"])

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -202,16 +203,24 @@ class Grid:
         offset = 0 if self.zero_point is None else self.zero_point.astype(jnp.float32)
         units = x.astype(jnp.float32) * (1 / scale) + offset
         if sums is not None:
-            _, exponent = jnp.frexp(sums[0] * sums[1] / scale)
-            bits = jnp.maximum(-exponent, 0)
-            once = jnp.round(jnp.ldexp(units - offset, bits))
-            codes = _half_away(jnp.ldexp(once, -bits)) + offset
+            steps = self._steps(sums)
+            once = jnp.round((units - offset) * steps)
+            codes = _half_away(once / steps) + offset
         elif ties_away:  # what is meant to be a tie may have been rounded below one
             codes = _half_away(units, 1e-4)
         else:
             codes = jnp.round(units)
         codes = jnp.clip(codes, low + self.is_narrow, high)
         return ((codes - offset) * scale).astype(x.dtype)
+
+    def _steps(self, sums) -> Any:
+        """Steps of the fixed point per code: 2^bits."""
+        if any(isinstance(v, jax.core.Tracer) for v in (*sums, self.scale)):
+            _, exponent = jnp.frexp(sums[0] * sums[1] / self.scale)
+            return jnp.ldexp(jnp.float32(1), jnp.maximum(-exponent, 0))
+        # a number, for the converter: it has no ops for the bits of floats
+        _, exponent = np.frexp(float(sums[0]) * float(sums[1]) / float(self.scale))
+        return np.float32(2.0 ** max(-int(exponent), 0))
 
 
 def _half_away(x: jax.Array, slack: float = 0.0) -> jax.Array:
