@@ -72,6 +72,15 @@ def test_weight_only(name, tile, rows):
     assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
 
 
+@pytest.mark.parametrize(("name", "rows"), [("int8", 1), ("e4m3", 19)])
+def test_a_tied_head(name, rows):
+    """A weight [N, K], as an embedding is stored."""
+    w = mt.quantize(random(1, 128, 256), name, channelwise_axes=[0])
+    x, run = random(2, rows, 256), functools.partial(mt.einsum, "mk,nk->mn")
+    exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32).T)
+    assert error(interpreted(run, x, w), exact) < 4e-3
+
+
 @pytest.mark.parametrize(("act", "name", "tile"), [("int8", "int8", None), ("int8", "int4", 128)])  # fmt: skip
 def test_few_rows_of_codes(act, name, tile):
     tiles = lambda axis: {axis: tile} if tile else {}
@@ -154,7 +163,7 @@ def test_training_operands_have_the_same_codes(summed):
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "mk,kn->nm"])
 def test_scaled_matmul(equation):
     """Odd sizes: blocks stick out on every side."""
-    x = mt.quantize(random(1, 136, 144), "int8", channelwise_axes=[0])
+    x = mt.quantize(random(1, 100, 144), "int8", channelwise_axes=[0])
     w = mt.quantize(random(2, 144, 136), "int8", channelwise_axes=[1])
     run = functools.partial(mt.einsum, equation, preferred_element_type=jnp.float32)
     np.testing.assert_allclose(interpreted(run, x, w), run(x, w), rtol=1e-6)
@@ -226,6 +235,9 @@ def test_triton_kernels_lower_for_cuda():
             blocks = tuned.weight_blocks(fmt, rows, codes.shape, tile)
             run = functools.partial(decode_gpu.weight_matmul, fmt=fmt, blocks=blocks)
             lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
+    blocks = decode_gpu.turned_blocks(16, (512, 4096))
+    run = functools.partial(decode_gpu.turned_matmul, blocks=blocks)
+    lower(run, SHAPE((16, 4096), jnp.bfloat16), SHAPE((512, 4096), jnp.int8))
 
 
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])

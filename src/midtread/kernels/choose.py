@@ -261,7 +261,7 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
         reason = _kernels().why_not_weight(*how)
     if not _taken(reason, f"these rows by a weight of {fmt.name}"):
         return None
-    return _kernels().weight(x_MK, codes, inner, fmt, _interpret())
+    return _kernels().weight(x_MK, codes, inner, fmt, summed, _interpret())
 
 
 def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:

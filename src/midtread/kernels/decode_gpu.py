@@ -284,3 +284,58 @@ def weight_matmul(
     )(*args)
     out = jnp.sum(out, 0) if blocks.split > 1 else out[0]
     return out.transpose(1, 2, 0)
+
+
+# --- weights stored with the summed axis innermost --------------------------------------------
+
+
+def _turned_body(x_ref, w_ref, out_ref, *, k: int, rows: int):
+    """x [rows, Ks], w [n, Ks] -> out [n, block_m]: the weight is the left operand."""
+    block_m = x_ref.shape[0]
+    mask = other = None
+    if rows < block_m:
+        mask = lax.broadcasted_iota(jnp.int32, (block_m, k), 0) < rows
+        other = 0
+
+    def body(i, total):
+        at = pl.ds(i * k, k)
+        x = pltriton.load(x_ref.at[:, at], mask=mask, other=other)
+        numbers = (((1,), (1,)), ((), ()))
+        part = lax.dot_general(
+            w_ref[:, at].astype(x.dtype), x, numbers, preferred_element_type=jnp.float32
+        )
+        return total + part
+
+    zero = jnp.zeros((w_ref.shape[0], block_m), jnp.float32)
+    out_ref[:, :] = lax.fori_loop(0, w_ref.shape[1] // k, body, zero)
+
+
+def turned_blocks(rows: int, shape: tuple[int, int]) -> Blocks | None:
+    """Of `rows` rows by a weight [N, K] of 8-bit codes; None if it does not divide."""
+    n, k = (32, 256) if rows <= 16 else (128, 128)
+    split = next((s for s in (4, 2, 1) if shape[1] % (s * k) == 0), None)
+    if shape[0] % n or split is None:
+        return None
+    return Blocks("dot", n, k, 1, split, warps=4, stages=3)
+
+
+def turned_matmul(
+    x_MK: jax.Array, codes_NK: jax.Array, *, blocks: Blocks, interpret: bool = False
+) -> jax.Array:
+    """[M, N] in float32; a tied embedding's head is stored so."""
+    (m, k), n = x_MK.shape, codes_NK.shape[0]
+    block_m = max(16, 1 << (m - 1).bit_length())
+    split_k = k // blocks.split
+    out = pl.pallas_call(
+        functools.partial(_turned_body, k=blocks.k, rows=m),
+        grid=(n // blocks.n, blocks.split),
+        in_specs=[
+            pl.BlockSpec((block_m, split_k), lambda i, j: (0, j)),
+            pl.BlockSpec((blocks.n, split_k), lambda i, j: (i, j)),
+        ],
+        out_specs=pl.BlockSpec((None, blocks.n, block_m), lambda i, j: (j, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((blocks.split, n, block_m), jnp.float32),
+        compiler_params=triton_params(blocks.warps, blocks.stages),
+        interpret=interpret,
+    )(x_MK, codes_NK)
+    return jnp.sum(out, 0)[:, :m].T

@@ -72,7 +72,7 @@ def why_not_scaled(labels, lhs, rhs) -> str | None:
             return "an operand has a zero point"
     extents = _extents(labels, lhs, rhs)
     m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
-    if min(m, n) < 128 or k < 128:
+    if min(m, n) <= MAX_ROWS or k < 128:
         return f"{m}x{k}x{n} is smaller than a block"
     return None
 
@@ -99,7 +99,8 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     ]
     sizes = [v.shape[0] for v in operands]
     shapes = [
-        (_up(v.shape[0], by), _up(v.shape[1], 128)) for v, by in zip(operands, (8, 64))
+        (max(_up(v.shape[0], by), 128), _up(v.shape[1], 128))
+        for v, by in zip(operands, (8, 64))
     ]
     operands = [views.pad_to(v, shape) for v, shape in zip(operands, shapes)]
     vectors = [views.pad_to(v, shape[:1]) for v, shape in zip(vectors, shapes)]
@@ -195,10 +196,14 @@ def why_not_weight(fmt, shape, summed: int, rows: int, counts, dtype) -> str | N
         return f"{fmt.name} has no kernel: {', '.join(WEIGHTS)} have"
     if np.dtype(dtype).name not in ("bfloat16", "float16"):
         return f"the other operand is {np.dtype(dtype)}, not bfloat16 or float16"
-    if summed != 0:
-        return "the weight is stored with its summed axis innermost"
     if not 0 < rows <= MAX_ROWS:
-        return f"{rows} rows: beyond {MAX_ROWS}, decoding first is no slower"
+        return f"{rows} rows: the kernel is for {MAX_ROWS} at most"
+    if summed != 0:
+        if dtype_bits(fmt.dtype) < 8 or tuple(counts) != (1, 1):
+            return "4-bit or tiled, and stored with its summed axis innermost"
+        if decode_gpu.turned_blocks(rows, shape) is None:
+            return f"{shape} codes do not divide into blocks"
+        return None
     planes = 8 // dtype_bits(fmt.dtype)
     if shape[1] % planes or counts[1] not in (1, shape[1]):
         return f"scales of extents {counts} on {shape} codes"
@@ -209,8 +214,10 @@ def why_not_weight(fmt, shape, summed: int, rows: int, counts, dtype) -> str | N
     return None
 
 
-def weight(x_MK, codes_KN, inner, fmt, interpret: bool) -> jax.Array:
+def weight(x_MK, codes_KN, inner, fmt, summed: int, interpret: bool) -> jax.Array:
     """[M, N] in float32; `inner` is the scale within the sum, [groups, N or 1]."""
+    if summed != 0:
+        return _turned_call(interpret)(x_MK, codes_KN)
     planes = 8 // dtype_bits(fmt.dtype)
     k, n = codes_KN.shape
     if planes > 1:
@@ -223,6 +230,21 @@ def weight(x_MK, codes_KN, inner, fmt, interpret: bool) -> jax.Array:
         args.append(inner)
     out = _weight_call(fmt, inner is not None, interpret)(*args)
     return out.reshape(-1, n)
+
+
+@functools.cache
+def _turned_call(interpret: bool) -> Callable:
+    def plain(x, codes):
+        numbers = (((1,), (1,)), ((), ()))
+        return lax.dot_general(
+            x.astype(jnp.float32), codes.astype(jnp.float32), numbers
+        )
+
+    def kernel(x, codes):
+        blocks = decode_gpu.turned_blocks(x.shape[0], codes.shape)
+        return decode_gpu.turned_matmul(x, codes, blocks=blocks, interpret=interpret)
+
+    return as_function(kernel, plain, "m k, n k -> m n", ("k",))
 
 
 @functools.cache
