@@ -33,7 +33,10 @@ class Terminal:
 
     def coverage(self, mode: str, lines: list, totals: Any) -> None:
         self.say(f"quantization: {mode}")
-        table = Table("where", "times", "forward", "dlhs", "drhs", "of FLOPs", box=None)
+        table = Table(box=None)
+        table.add_column("where", overflow="fold")
+        for heading in ("times", "forward", "dlhs", "drhs", "of FLOPs"):
+            table.add_column(heading, no_wrap=True)
         for line in lines:
             share = f"{100 * line.share:.1f}%"
             table.add_row(
