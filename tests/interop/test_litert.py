@@ -275,6 +275,18 @@ def test_batch_norm_in_training(x, tmp_path):
              tmp_path / "m.tflite")  # fmt: skip
 
 
+def test_scanned_layers_are_refused(x, tmp_path):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(4)(x), None
+
+    axes = {"params": 0, "quant_stats": 0}
+    layers = nn.scan(Layer, axes, split_rngs={"params": True}, length=2)
+    with pytest.raises(ValueError, match="has a layer axis, from nn.scan"):
+        trip(lambda x: layers(name="all")(x, None)[0], x, tmp_path / "m.tflite")
+
+
 def test_not_a_litert_file(tmp_path):
     (tmp_path / "m.tflite").write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not a LiteRT file"):

@@ -84,6 +84,11 @@ class OdmlConversionProvider(OdmlQatProvider):
                 "OdmlQatProvider with these rules and options, on data, and pass its "
                 "quant_stats."
             )
+        if np.ndim(self._stats[path]["count"]):
+            raise ValueError(
+                f"quant_stats of {where!r} has a layer axis, from nn.scan or nnx.scan. A "
+                "file has every layer apart: build the model with a Python loop."
+            )
         if int(self._stats[path]["count"]) == 0:
             raise ValueError(
                 f"quant_stats has {where!r}, but no batch was seen there. For Linen, "
