@@ -10,7 +10,6 @@ from jax import export
 import midtread as mt
 
 CASES = {
-    "int8": (mt.PtqProvider, {"weight_qtype": "int8", "act_qtype": "int8"}),
     "tiled": (mt.PtqProvider, {"weight_qtype": "int8", "act_qtype": "int8", "tile_size": 16}),
     "weights": (mt.PtqProvider, {"weight_qtype": "nf4", "tile_size": 16}),
     "mx": (mt.QtProvider, {"weight_qtype": "mxfp8", "act_qtype": "mxfp8"}),
