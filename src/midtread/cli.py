@@ -19,10 +19,19 @@ VERBS = {
 
 
 def _train(words: Sequence[str]) -> None:
-    from midtread.lm import settings
+    from midtread.lm import processes, settings
     from midtread.lm.train import train
 
-    train(settings.load(words))
+    config = settings.load(words)
+    processes.start()
+    try:
+        with processes.witness():
+            train(config)
+    except Exception as error:
+        if not processes.is_loss_of_another(error):
+            raise
+        print(f"error: {processes.LOST}.", file=sys.stderr)
+        processes.leave(2)
 
 
 def _quantize(words: Sequence[str]) -> None:
@@ -135,6 +144,12 @@ def _explain(words: Sequence[str]) -> None:
     print(f"quantization: {build.mode(config)}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
+    if config.mesh:
+        from midtread.lm import memory, mesh
+
+        on = mesh.sizes(config.mesh)
+        mesh.check(config, on)
+        print(memory.describe(config, on))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

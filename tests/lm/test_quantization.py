@@ -147,7 +147,7 @@ def test_local_shards_cut_the_weight_gradient():
     (rule,) = quantization.rules(config)
     tiles = dict(rule.recipe.drhs.g.tiled_axes)
     assert tiles == {"summed_first": 1 / jax.local_device_count()}
-    assert "numbers depend on the machine" in build.mode(config)
+    assert "numbers depend on the mesh" in build.mode(config)
 
 
 def test_constant_bounds():

@@ -13,6 +13,7 @@ import jax
 from midtread.lm import build, data, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Quantization, Training, keys, section
+from midtread.lm.mesh import layout_of
 
 STEPS = 10
 
@@ -34,10 +35,12 @@ def in_float(config: Config) -> Config:
 def measure(config: Config, name: str) -> Timed:
     m, t = section(config, Model), section(config, Training)
     config = dataclasses.replace(config, dataset_type="synthetic")
-    batch = jax.device_put(data.held_out(data.splits(config).train, config)[0])
-    model = build.for_training(config, models.create(m, config.seed))
-    state, parts = step.initial(model, t)
-    how = step.How(m, t, parts.graph, config.seed, None)
+    layout = layout_of(config)
+    batch = data.held_out(data.splits(config).train, config)[0]
+    batch = layout.place_batch(batch) if layout else jax.device_put(batch)
+    model = build.for_training(config, models.create(m, config.seed, layout))
+    state, parts = step.initial(model, t, layout=layout)
+    how = step.How(m, t, parts.graph, config.seed, layout=layout)
     started = time.perf_counter()
     compiled = step.run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

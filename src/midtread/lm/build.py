@@ -104,6 +104,6 @@ def mode(config: Config, serve: bool = False) -> str:
     if shards == -1:
         note += (
             f"; {jax.local_device_count()} ranges per weight gradient, one per device: "
-            "numbers depend on the machine"
+            "numbers depend on the mesh"
         )
     return f"{value.route} route, reach {config.quant_reach}: {value.mode}{note}"

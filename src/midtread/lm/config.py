@@ -264,7 +264,22 @@ class Decoding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Run, Data, Model, Training, Quantization, Decoding):
+class Sharding:
+    """more than one device"""
+
+    mesh: str = key(
+        "", "devices along data, fsdp, tensor, expert: 'data:2,fsdp:-1' (-1: the rest)"
+    )
+    fp8_weight_gather: bool = key(
+        False, "fp8_full: weights cut along fsdp travel as 8-bit codes"
+    )
+    batch_split_factor: int = key(
+        1, "parts of a batch that each layer works on in turn", at_least=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
     """Everything."""
 
     def __post_init__(self):
@@ -297,7 +312,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding):
         )
 
 
-SECTIONS = (Run, Data, Model, Training, Quantization, Decoding)
+SECTIONS = (Run, Data, Model, Training, Quantization, Decoding, Sharding)
 
 
 def keys(record: type = Config) -> dict[str, dataclasses.Field]:

@@ -25,7 +25,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.lm import cache as kv
+from midtread.lm import split
 from midtread.lm.config import Model
+from midtread.lm.gather import with_weights
+from midtread.lm.mesh import Layout, keep_rows
 
 INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 POLICIES = {
@@ -226,17 +229,35 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         """The stream after this layer, its router's loss, its cache."""
+        count = split.parts() if cache is None else 1
+        if count == 1:
+            x, cache = self.attention(x, place, cache)
+            x, load = self.feed(x)
+            return x, self.balance([load]), cache
+        first = lambda part: self.attention(part[0], part[1], None)[0]
+        xs = split.staggered(first, split.cut((x, place), count))
+        made = split.staggered(self.feed, xs)
+        xs, loads = zip(*made)
+        return split.join(xs), self.balance(loads), cache
+
+    def attention(self, x: jax.Array, place: Place, cache: Any):
         y, cache = self.self_attention(
             self.pre_self_attention_layer_norm(x), place, cache
         )
-        x = x + y
+        return keep_rows(x + y), cache
+
+    def feed(self, x: jax.Array):
+        """The stream after the MLP or the experts, and the router's load if any."""
         y = self.post_self_attention_layer_norm(x)
         if not self.sparse:
-            return x + self.mlp(y), jnp.zeros(()), cache
-        routed, balance = self.MoeBlock_0(y)
+            return keep_rows(x + self.mlp(y)), None
+        routed, load = self.MoeBlock_0(y)
         if hasattr(self, "shared_experts"):
             routed = routed + self.shared_experts(y)
-        return x + routed, balance, cache
+        return keep_rows(x + routed), load
+
+    def balance(self, loads) -> jax.Array:
+        return self.MoeBlock_0.balance(loads) if self.sparse else jnp.zeros(())
 
 
 class Stack(nnx.Module):
@@ -293,7 +314,7 @@ class Decoder(nnx.Module):
         return x, balance, None if caches is None else written
 
     def _one(self):
-        one = lambda layer, x, place, cache: layer(x, place, cache)
+        one = with_weights(lambda layer, x, place, cache: layer(x, place, cache))
         if self.remat == "none":
             return one
         return nnx.remat(one, policy=POLICIES[self.remat])
@@ -343,7 +364,8 @@ class MtpBlock(nnx.Module):
     def __call__(self, hidden: jax.Array, embedded: jax.Array, place: Place):
         both = [self.hidden_norm(hidden), self.embedding_norm(embedded)]
         x = self.projection(jnp.concatenate(both, -1))
-        x, balance, _ = self.transformer_layer(x, place, None)
+        run = with_weights(lambda layer, x: layer(x, place, None))
+        x, balance, _ = run(self.transformer_layer, x)
         return x, balance
 
 
@@ -400,7 +422,7 @@ class Transformer(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         # tied rows are small, as a head wants them; the stream wants variance 1
         gain = jnp.asarray(self.gain, self.token_embedder.dtype)
-        return self.token_embedder(tokens) * gain
+        return keep_rows(self.token_embedder(tokens) * gain)
 
     def head(self, x: jax.Array) -> jax.Array:
         x = self.decoder.decoder_norm(x)
@@ -414,10 +436,14 @@ def _initial(m: Model, key: jax.Array) -> nnx.State:
     return nnx.state(Transformer(m, nnx.Rngs(key)), nnx.Param)
 
 
-def create(m: Model, seed: int = 0) -> Transformer:
-    """A model with random weights."""
+def create(m: Model, seed: int = 0, layout: Layout | None = None) -> Transformer:
+    """A model with random weights, each part made on the device where it will lie."""
     model = abstract(m)
-    nnx.update(model, _initial(m, jax.random.key(seed)))
+    make = _initial
+    if layout is not None:
+        where = layout.shardings(nnx.state(model, nnx.Param))
+        make = jax.jit(_initial, static_argnums=0, out_shardings=where)
+    nnx.update(model, make(m, jax.random.key(seed)))
     return model
 
 

@@ -12,12 +12,20 @@ share of pairs and p the mean score of expert e; 1 when all are used alike.
 Letters: N = B T tokens, E experts, k experts per token, D emb_dim, F moe_mlp_dim.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from midtread.lm.config import Model
 from midtread.lm.model import Linear
+
+
+class Load(NamedTuple):
+    share_E: jax.Array  # of the pairs
+    mean_E: jax.Array  # of the scores
 
 
 class Moe(nnx.Module):
@@ -39,11 +47,11 @@ class Moe(nnx.Module):
             self.routed_bias = nnx.Param(jnp.zeros((E,), jnp.float32))
         self.m = m
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, D] through the experts, and the load-balance loss."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "Load"]:
+        """x [B, T, D] through the experts, and how much each was used."""
         m, (B, T, D) = self.m, x.shape
         x_ND = x.reshape(B * T, D)
-        weights_Nk, chosen_Nk, balance = self.route(x_ND)
+        weights_Nk, chosen_Nk, load = self.route(x_ND)
         pairs = chosen_Nk.reshape(-1)
         order = jnp.argsort(pairs)  # stable: rows of an expert stay in their order
         rows = jnp.take(x_ND, order // m.num_experts_per_tok, axis=0)
@@ -56,10 +64,10 @@ class Moe(nnx.Module):
         out = grouped(hidden, self.wo)
         out = jnp.take(out, jnp.argsort(order), axis=0).reshape(B * T, -1, D)
         y_ND = jnp.einsum("nkd,nk->nd", out, weights_Nk.astype(out.dtype))
-        return y_ND.reshape(B, T, D), balance
+        return y_ND.reshape(B, T, D), load
 
     def route(self, x_ND: jax.Array):
-        """Weights and numbers of the chosen experts [N, k], and the balance loss."""
+        """Weights and numbers of the chosen experts [N, k], and the load."""
         m = self.m
         logits = self.gate(x_ND).astype(jnp.float32)
         score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
@@ -75,8 +83,15 @@ class Moe(nnx.Module):
             jax.nn.one_hot(chosen_Nk, m.num_experts, dtype=jnp.float32), axis=(0, 1)
         )
         mean_E = jnp.mean(scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True), axis=0)
-        balance = m.num_experts * jnp.sum(share_E * mean_E)
-        return weights_Nk * m.routed_scaling_factor, chosen_Nk, balance
+        load = Load(share_E, mean_E)
+        return weights_Nk * m.routed_scaling_factor, chosen_Nk, load
+
+    def balance(self, loads: Sequence["Load"]) -> jax.Array:
+        """The load-balance loss of a batch, from the loads of its equal parts."""
+        mean = lambda xs: sum(xs) / len(loads)
+        share_E = mean([load.share_E for load in loads])
+        mean_E = mean([load.mean_E for load in loads])
+        return self.m.num_experts * jnp.sum(share_E * mean_E)
 
 
 def within_best_groups(m: Model, choice_NE: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 from midtread.lm.config import Model, Training
+from midtread.lm.mesh import Layout, using
 from midtread.lm.model import Transformer
 from midtread.numerics.sparsity import Sparsity
 from midtread.providers.delayed import (
@@ -181,12 +182,18 @@ def prune(learned: nnx.State, masks: dict[str, jax.Array]) -> nnx.State:
 
 
 def initial(
-    model: Transformer, t: Training, pruning: Pruning | None = None
+    model: Transformer,
+    t: Training,
+    pruning: Pruning | None = None,
+    layout: Layout | None = None,
 ) -> tuple[State, Parts]:
     parts = take_apart(model)
+    if layout is not None:
+        parts = Parts(parts.graph, *(layout.place(x) for x in parts[1:]))
     masks = pruning.masks(parts.learned) if pruning else {}
     start, opt = jnp.zeros((), jnp.int32), optimizer(t).init(parts.learned)
-    return State(start, parts.learned, parts.kept, opt, masks), parts
+    state = State(start, parts.learned, parts.kept, opt, masks)
+    return (layout.place(state) if layout else state), parts
 
 
 class How(NamedTuple):
@@ -196,20 +203,32 @@ class How(NamedTuple):
     t: Training
     graph: nnx.GraphDef
     seed: int
-    pruning: Pruning | None
+    pruning: Pruning | None = None
+    layout: Layout | None = None
 
 
 def make_step(
-    m: Model, t: Training, parts: Parts, seed: int = 0, pruning: Pruning | None = None
+    m: Model,
+    t: Training,
+    parts: Parts,
+    seed: int = 0,
+    pruning: Pruning | None = None,
+    layout: Layout | None = None,
 ):
     """`step(state, batch) -> state, metrics`, compiled; the old state is used up."""
-    how = How(m, t, parts.graph, seed, pruning)
+    how = How(m, t, parts.graph, seed, pruning, layout)
     return lambda state, batch: run(how, state, parts.random, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
     """One step."""
+    with using(how.layout):
+        state, metrics = _run(how, state, random, batch)
+    return (how.layout.keep(state) if how.layout else state), metrics
+
+
+def _run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
     key = jax.random.fold_in(jax.random.key(how.seed), state.step)
     masks = state.masks
     if how.pruning:
@@ -261,16 +280,17 @@ def norm(grads: Any) -> jax.Array:
     return optax.tree.norm([g for path, g in flat if not is_overwritten(path)])
 
 
-def make_eval(parts: Parts):
+def make_eval(parts: Parts, layout: Layout | None = None):
     """`evaluate(learned, kept, batch) -> sum of losses, number of tokens`, compiled."""
-    return lambda *a: _evaluate(parts.graph, parts.random, *a)
+    return lambda *a: _evaluate(parts.graph, layout, parts.random, *a)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(graph, random, learned, kept, batch):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(graph, layout, random, learned, kept, batch):
     noise = with_noise(random, jax.random.key(0))
     model = Parts(graph, learned, kept, noise).whole()
-    out = model(batch["inputs"], batch["positions"], batch["segments"])
+    with using(layout):
+        out = model(batch["inputs"], batch["positions"], batch["segments"])
     nll, _ = cross_entropy(out.logits, batch["targets"])
     mask = batch["mask"].astype(jnp.float32)
     return jnp.sum(nll * mask), jnp.sum(mask)

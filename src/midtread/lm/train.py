@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import build, checkpoint, data, settings, step
+from midtread.lm import build, checkpoint, data, processes, settings, step
 from midtread.lm import model as models
 from midtread.lm.config import (
     Config,
@@ -34,6 +34,7 @@ from midtread.lm.config import (
     section,
 )
 from midtread.lm.generate import generate
+from midtread.lm.mesh import Layout, layout_of
 from midtread.report.terminal import Terminal
 
 # keys that may differ from those a run was begun with
@@ -41,7 +42,7 @@ FREE = {
     *keys(Decoding), "overwrite", "enable_tensorboard", "eval_interval", "eval_steps",
     "target_loss", "async_checkpointing", "checkpoint_period",
     "max_num_checkpoints_to_keep", "enable_checkpointing", "base_output_directory",
-    "run_name", "model_name", "remat_policy",
+    "run_name", "model_name", "remat_policy", "mesh",
 }  # fmt: skip
 MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away
 
@@ -93,11 +94,14 @@ class Metrics:
 
     def __init__(self, folder: pathlib.Path, first: int, tensorboard: bool):
         self.path = folder / "metrics.jsonl"
+        self.lines: list[dict[str, Any]] = []
+        self.file = self.board = None
+        if not processes.is_first():  # one process writes
+            return
         lines = read(self.path) if self.path.exists() else []
         self.lines = [x for x in lines if x["step"] < first]
         self.path.write_text("".join(json.dumps(x) + "\n" for x in self.lines))
         self.file = self.path.open("a")
-        self.board = None
         if tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -105,6 +109,8 @@ class Metrics:
 
     def write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+        if self.file is None:
+            return
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         for name, value in line.items():
@@ -113,7 +119,8 @@ class Metrics:
                 self.board.add_scalar(f"{kind}/{name}", value, line["step"])
 
     def close(self) -> None:
-        self.file.close()
+        if self.file:
+            self.file.close()
         if self.board:
             self.board.close()
 
@@ -155,8 +162,17 @@ def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
         )
 
 
-def start_model(config: Config) -> nnx.Module:
-    model = models.create(section(config, Model), config.seed)
+def describe(layout: Layout | None) -> str:
+    if layout is None:
+        return ""
+    axes = ", ".join(f"{axis} {n}" for axis, n in layout.sizes.items() if n > 1)
+    count = jax.process_count()
+    hosts = f" in {count} processes" if count > 1 else ""
+    return f"{layout.mesh.size} devices{hosts} ({axes or 'one of each'}) of "
+
+
+def start_model(config: Config, layout: Layout | None) -> nnx.Module:
+    model = models.create(section(config, Model), config.seed, layout)
     if config.load_parameters_path:
         checkpoint.require_same_model(config, config.load_parameters_path)
         state = nnx.state(model, nnx.Param)
@@ -166,29 +182,39 @@ def start_model(config: Config) -> nnx.Module:
 
 def train(config: Config, terminal: Terminal | None = None) -> Result:
     """Runs, or goes on with, the run that `config` describes."""
-    terminal = terminal or Terminal()
+    terminal = terminal or Terminal(quiet=not processes.is_first())
+    layout = layout_of(config)
     found = build.coverage(config)  # refuses what cannot be, before anything is written
     splits = data.splits(config)
     codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
-    folder = prepare_folder(config)
-    (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
-    (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+    folder = folder_of(config)
+    if processes.is_first():
+        prepare_folder(config)
+        (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
+        (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+    processes.together("the folder is there")
     terminal.config(settings.changed(config), folder)
     terminal.data(config.dataset_type, splits.about)
     terminal.coverage(build.mode(config), build.summary(found), found.totals)
-    model = start_model(config)
+    model = start_model(config, layout)
     terminal.say(
-        f"{models.parameters(model):,} parameters on {jax.devices()[0].device_kind}"
+        f"{models.parameters(model):,} parameters on {describe(layout)}"
+        f"{jax.devices()[0].device_kind}"
     )
-    loop = Loop(config, model, splits, folder, build.pruning(config, found), terminal)
+    pruning = build.pruning(config, found)
+    loop = Loop(config, model, splits, folder, pruning, terminal, layout)
     try:
         eval_loss = loop.run()
     finally:
         loop.close()
     sample = ""
-    if codec is not None:
+    if not processes.is_first():
+        return Result(folder, eval_loss, config.steps, sample)
+    if codec is not None and jax.process_count() > 1:
+        terminal.say("no sample: the weights are spread over several processes")
+    elif codec is not None:
         float_model = models.create(section(config, Model), config.seed)
-        nnx.update(float_model, loop.weights())
+        nnx.update(float_model, jax.device_put(loop.weights(), jax.devices()[0]))
         sample = generate(float_model, codec, config).texts[0]
         (folder / "sample.txt").write_text(sample)
         terminal.sample(sample)
@@ -202,13 +228,15 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
 class Loop:
     """The steps of a run."""
 
-    def __init__(self, config, model, splits, folder, pruning, terminal):
-        self.config, self.terminal = config, terminal
+    def __init__(self, config, model, splits, folder, pruning, terminal, layout=None):
+        self.config, self.terminal, self.layout = config, terminal, layout
         m, t = section(config, Model), section(config, Training)
-        self.state, parts = step.initial(model, t, pruning)
-        self.step = step.make_step(m, t, parts, config.seed, pruning)
-        self.evaluate = step.make_eval(parts)
-        self.judged_by = data.held_out(splits.held_out, config)
+        self.state, parts = step.initial(model, t, pruning, layout)
+        self.step = step.make_step(m, t, parts, config.seed, pruning, layout)
+        self.evaluate = step.make_eval(parts, layout)
+        self.judged_by = [
+            self._placed(batch) for batch in data.held_out(splits.held_out, config)
+        ]
         self.batches = data.batches(splits.train, config)
         self.seconds, self.reached = 0.0, None
         self.checkpoints = None
@@ -219,6 +247,9 @@ class Loop:
             self._resume()
         first = int(self.state.step)
         self.metrics = Metrics(folder, first, config.enable_tensorboard)
+
+    def _placed(self, batch: data.Batch) -> dict[str, Any]:
+        return self.layout.place_batch(batch) if self.layout else batch
 
     def _resume(self) -> None:
         got = self.checkpoints.restore(self.state)
@@ -235,7 +266,7 @@ class Loop:
         with self.terminal.progress(first, config.steps) as show:
             for number in range(first, config.steps):
                 started = time.perf_counter()
-                batch = next(self.batches)
+                batch = self._placed(next(self.batches))
                 self.state, made = self.step(self.state, batch)
                 line = {"step": number, **{k: float(v) for k, v in made.items()}}
                 took = time.perf_counter() - started

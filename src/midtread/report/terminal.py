@@ -12,8 +12,8 @@ from rich.table import Table
 
 
 class Terminal:
-    def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, quiet: bool = False):
+        self.console = console or Console(highlight=False, quiet=quiet)
 
     def say(self, text: str) -> None:
         self.console.print(escape(text), soft_wrap=True)

@@ -1,0 +1,152 @@
+"""Memory: what a training step needs on each device, from shapes alone.
+
+    parameters    weights as they are kept, cut as the mesh cuts them
+    optimizer     two moments of each
+    gradients     one more of each
+    activations   what the forward keeps for the backward
+    gathers       what arrives over fsdp in a step, and what of it is there at once
+
+Nothing is allocated and nothing compiled, so any model can be asked about on any machine.
+Activations come from a trace of one device's share of the work: its rows, its heads, its
+part of the inner widths. Traced with two numbers of rows, the difference is what grows with
+rows; what does not are copies of weights, which are counted elsewhere. With experts, a
+device is taken to compute as many pairs as it sends, an even load.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.lm import build, step
+from midtread.lm import mesh as meshes
+from midtread.lm import model as models
+from midtread.lm.config import Config, Model, section
+from midtread.model.coverage import human, table
+
+
+class Bytes(NamedTuple):
+    """Of one device."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    at_once: int  # gathered weights: a layer's, and what is not in layers
+    gathered: int  # in a step: sent to this device
+
+    @property
+    def total(self) -> int:
+        return sum(self[:5])
+
+
+def model(config: Config, on: Mapping[str, int]) -> Bytes:
+    """The bytes of a step of `config` on a mesh of these sizes."""
+    held = largest = gathered = 0
+    again = 2 if config.remat_policy == "full" else 1  # in the backward too
+    for path, var in weights_of(config):
+        w = _Weight(config, on, path, var)
+        held += w.here * w.itemsize
+        gathered += w.arriving * w.layers * again
+        largest += w.arriving
+    return Bytes(held, 2 * held, held, activations(config, on), largest, gathered)
+
+
+def weights_of(config: Config) -> list[tuple[tuple, Any]]:
+    """Every weight, as a path and its shape."""
+    state = nnx.state(models.abstract(section(config, Model)), nnx.Param)
+    return list(nnx.to_flat_state(state))
+
+
+class _Weight:
+    """One weight on a mesh: elements here, and bytes that arrive when it is gathered."""
+
+    def __init__(self, config: Config, on: Mapping[str, int], path: tuple, var: Any):
+        names, shape = var.get_metadata().get("out_sharding"), var.shape
+        cut = meshes.spec(on, names, shape)
+        self.here = meshes.shard_size(on, cut, shape)
+        self.itemsize = jnp.dtype(var.dtype).itemsize
+        self.layers = shape[0] if names and names[0] == "layers" else 1
+        self.arriving = 0
+        if "fsdp" in cut:
+            wire = 1 if is_coded(config, path) else jnp.dtype(config.dtype).itemsize
+            self.arriving = self.here * on["fsdp"] // self.layers * wire
+
+
+def is_coded(config: Config, path: tuple) -> bool:
+    """Whether a weight travels as codes of 8 bits."""
+    where = "/".join(map(str, path))
+    inside = "layers/" in where or (
+        config.quantize_mtp and "transformer_layer" in where
+    )
+    is_wide = "gate" in path and not config.quantize_router_proj
+    return config.fp8_weight_gather and inside and not is_wide
+
+
+def share(config: Config, on: Mapping[str, int]) -> Config:
+    """The config of one device's part of the work."""
+    ways = math.prod(on[a] for a in meshes.BATCH)
+    cut = {"batch_size": config.batch_size // ways, "mesh": ""}
+    for name in ("num_query_heads", "num_kv_heads", "mlp_dim", "moe_mlp_dim",
+                 "vocab_size"):  # fmt: skip
+        cut[name] = getattr(config, name) // on["tensor"]
+    cut |= {"fp8_weight_gather": False, "batch_split_factor": 1}
+    return dataclasses.replace(config, **cut)
+
+
+def activations(config: Config, on: Mapping[str, int]) -> int:
+    """Bytes the forward keeps for the backward on one device."""
+    part = share(config, on)
+    rows = max(part.batch_size // part.gradient_accumulation_steps, 1)
+    kept = _of_a_row(part)
+    if part.remat_policy != "none":  # the backward has one layer's whole at a time
+        whole = _of_a_row(dataclasses.replace(part, remat_policy="none"))
+        kept += (whole - kept) // part.num_decoder_layers
+    kept += 4 * part.max_target_length * part.vocab_size  # the gradient of logits
+    return kept * rows
+
+
+def _of_a_row(config: Config) -> int:
+    one, two = (_kept(dataclasses.replace(config, batch_size=n)) for n in (1, 2))
+    return two - one
+
+
+def _kept(config: Config) -> int:
+    """Bytes of the residuals of a step of `batch_size` rows."""
+    config = dataclasses.replace(config, gradient_accumulation_steps=1)
+    m = section(config, Model)
+    net = build.for_training(config, models.abstract(m))
+    parts = step.take_apart(net)
+    row = jax.ShapeDtypeStruct((config.batch_size, m.max_target_length), jnp.int32)
+    batch = dict.fromkeys(("inputs", "targets", "positions", "segments", "mask"), row)
+
+    def residuals(learned, kept, random, batch):
+        def loss(learned):
+            noise = step.with_noise(random, jax.random.key(0))
+            whole = step.Parts(parts.graph, learned, kept, noise).whole()
+            return step.loss_sums(m, config.z_loss_multiplier, whole, batch, 1.0)[0]
+
+        return jax.vjp(loss, learned)[1]
+
+    found = jax.eval_shape(residuals, *parts[1:], batch)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
+
+
+# --- for reading ------------------------------------------------------------------------------
+
+
+def describe(config: Config, on: Mapping[str, int]) -> str:
+    """A table, for `midtread explain`."""
+    found = model(config, on)
+    rows = [["on each device", "bytes"]]
+    rows += [[name, human(value, "B")] for name, value in (
+        ("parameters", found.parameters), ("optimizer", found.optimizer),
+        ("gradients", found.gradients), ("activations", found.activations),
+        ("gathered weights, at once", found.at_once), ("together", found.total),
+        ("gathered in a step", found.gathered))]  # fmt: skip
+    axes = ", ".join(f"{axis} {n}" for axis, n in on.items() if n > 1) or "one device"
+    return f"mesh: {axes}\n{table(rows, {1})}"

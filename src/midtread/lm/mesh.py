@@ -1,0 +1,347 @@
+"""Mesh: where each array of a run lies when there is more than one device.
+
+    mesh=data:2,fsdp:4            a name for each direction of a grid of devices
+
+    data      the batch is cut; every device has all weights
+    fsdp      the batch is cut, and so are weights, gradients and the optimizer
+    tensor    heads, inner widths and the vocabulary are cut
+    expert    the batch is cut; so are the routed experts, and tokens travel to them
+
+Every weight names its axes (`lm/model.py`), and LOGICAL says which mesh axis cuts which;
+one that a mesh axis does not divide is refused before anything is built. What belongs to
+an array lies as it does: moments of the optimizer, masks, a QArray's codes and, where they
+have more than one, its scales. Vectors and statistics are whole everywhere.
+
+XLA's partitioner does the rest, so the mathematics is that of one device: ranges are taken
+over whole arrays, and numbers differ by the order of sums alone. Two things are written by
+hand instead, in shard_map: weights that travel as codes (`lm/gather.py`) and tokens that
+travel to their experts (`lm/ring.py`).
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from midtread.lm.config import Config, Model, require, section
+from midtread.numerics import calibration
+from midtread.numerics.formats import as_format
+from midtread.numerics.qarray import QArray
+from midtread.numerics.spec import Spec
+
+AXES = ("data", "fsdp", "tensor", "expert")
+BATCH = ("data", "fsdp", "expert")  # rows of a batch are spread over these
+LOGICAL = {
+    "embed": "fsdp",
+    "q_lora": "fsdp",
+    "kv_lora": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "experts": "expert",
+    "layers": None,
+}
+
+
+# --- sizes: what the config says, on any machine ----------------------------------------------
+
+
+def sizes(text: str, devices: int | None = None) -> dict[str, int]:
+    """`data:2,fsdp:-1` as {axis: devices}; -1 takes what is left of `devices`."""
+    found = dict.fromkeys(AXES, 1)
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = part.partition(":")
+        require(
+            name in AXES,
+            f"mesh={text}: no axis is called {name!r}. There are: {', '.join(AXES)}.",
+        )
+        is_number = number.removeprefix("-").isdigit() and (
+            int(number) > 0 or number == "-1"
+        )
+        require(is_number, f"mesh={text}: {part} should be {name}:<devices>, or -1.")
+        found[name] = int(number)
+    rest = [name for name, n in found.items() if n == -1]
+    require(len(rest) <= 1, f"mesh={text}: only one axis can be -1, the rest.")
+    if rest:
+        known = math.prod(n for n in found.values() if n > 0)
+        devices = devices or 0
+        require(devices, f"mesh={text}: write a number for {rest[0]} here, not -1.")
+        require(
+            devices % known == 0,
+            f"mesh={text}: {known} does not divide the {devices} devices there are.",
+        )
+        found[rest[0]] = devices // known
+    return found
+
+
+def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) -> P:
+    """How an array with these logical axes is cut. Vectors are whole; a mesh axis cuts an
+    array once; extents of 1 (of a scale) are whole."""
+    if names is None or len(names) != len(shape):
+        return P()
+    if sum(name not in (None, "layers") for name in names) < 2 and len(
+        [n for n in names if n != "layers"]
+    ) < 2:  # fmt: skip
+        return P()
+    free, made = dict(on), []
+    for name, extent in zip(names, shape):
+        axis = LOGICAL.get(name) if name else None
+        cut = free.get(axis, 1) if axis else 1
+        fits = cut > 1 and extent % cut == 0
+        made.append(axis if fits else None)
+        if fits:
+            free.pop(axis)
+    return P(*made)
+
+
+def shard_size(on: Mapping[str, int], cut: P, shape: Sequence[int]) -> int:
+    """Elements of an array on one device."""
+    ways = math.prod(on[axis] for part in cut for axis in _as_tuple(part))
+    return math.prod(shape) // ways
+
+
+def _as_tuple(part: Any) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def names_of(tree: Any) -> list[tuple | None]:
+    """The logical axes of every array in `tree`, in the order of its leaves."""
+    found: list[tuple | None] = []
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
+        if not is_variable(leaf):
+            found.append(None)
+            continue
+        names = leaf.get_metadata().get("out_sharding")
+        found += [tuple(names) if names else None] * len(jax.tree.leaves(leaf))
+    return found
+
+
+# --- layout: a mesh of devices ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Devices in a grid, and what lies where."""
+
+    mesh: Mesh
+    codes: Spec | None = None  # of weights that travel in 8 bits (lm/gather.py)
+    wide: tuple[str, ...] = ()  # modules whose weights do not
+    dtype: str = "bfloat16"  # weights are multiplied in
+    split: int = 1  # parts of a batch (lm/split.py)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    def sharding(self, names: Sequence | None, shape: Sequence[int]) -> NamedSharding:
+        return NamedSharding(self.mesh, spec(self.sizes, names, shape))
+
+    def rows(self, ndim: int) -> NamedSharding:
+        """Of an array whose first axis is the batch."""
+        return NamedSharding(self.mesh, P(BATCH, *[None] * (ndim - 1)))
+
+    def shardings(self, tree: Any) -> Any:
+        """Where every array of `tree` (variables that name their axes) belongs."""
+        leaves, structure = jax.tree.flatten(tree)
+        made = [self.sharding(n, x.shape) for n, x in zip(names_of(tree), leaves)]
+        return jax.tree.unflatten(structure, made)
+
+    def place(self, tree: Any) -> Any:
+        """`tree` on its devices; every process holds the same values."""
+        return jax.tree.map(_put, tree, self.shardings(tree))
+
+    def place_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        ways = math.prod(self.sizes[a] for a in BATCH)
+        whole = NamedSharding(self.mesh, P())  # the last rows of a small held-out split
+        fits = lambda x: self.rows(x.ndim) if len(x) % ways == 0 else whole
+        return {k: _put(x, fits(x)) for k, x in batch.items()}
+
+    def keep(self, tree: Any) -> Any:
+        """Inside jit: `tree`, lying as it should."""
+        constrain = jax.lax.with_sharding_constraint
+        return jax.tree.map(constrain, tree, self.shardings(tree))
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What is traced meanwhile is for these devices."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar(
+    "layout", default=None
+)
+
+
+def current() -> Layout | None:
+    return _current.get()
+
+
+def using(layout: Layout | None) -> contextlib.AbstractContextManager:
+    return layout.in_use() if layout else contextlib.nullcontext()
+
+
+def keep_rows(x: jax.Array) -> jax.Array:
+    """x [B, ...] with its batch spread over the devices, where there are several."""
+    layout = current()
+    if layout is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.rows(x.ndim))
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(x), NamedSharding(sharding.mesh, P()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.jit(lambda a: a, out_shardings=sharding)(x)
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    held = np.asarray(x)  # the same in every process: each keeps its part
+    return jax.make_array_from_callback(held.shape, sharding, lambda at: held[at])
+
+
+def place_qarray(layout: Layout, q: QArray, names: Sequence) -> QArray:
+    """A QArray cut like the array it stands for: codes, and scales where there are many."""
+    put = lambda x: None if x is None else _put(x, layout.sharding(names, x.shape))
+    parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
+    return q.replace(**{name: put(x) for name, x in parts.items()})
+
+
+# --- from a config ----------------------------------------------------------------------------
+
+
+def layout_of(config: Config) -> Layout | None:
+    """The devices of a run; None for one device."""
+    count = jax.device_count()
+    check_recipe(config)
+    if not config.mesh:
+        require(
+            jax.process_count() == 1,
+            f"{jax.process_count()} processes need a mesh: write mesh=data:{count}, or "
+            "fsdp, tensor, expert.",
+        )
+        if config.batch_split_factor == 1:
+            return None
+        count = 1
+    on = sizes(config.mesh, count)
+    asked = math.prod(on.values())
+    require(
+        asked == count,
+        f"mesh={config.mesh} is for {asked} devices, and there are {count}: write "
+        "mesh=<axis>:-1 for all of them.",
+    )
+    check(config, on)
+    devices = np.asarray(jax.devices()[:count]).reshape([on[a] for a in AXES])
+    grid = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return plan(config, grid)
+
+
+def plan(config: Config, grid: Mesh) -> Layout:
+    """What a config says about weights that travel and batches that are cut."""
+    codes = None
+    if config.fp8_weight_gather:
+        method = _weight_method(config)
+        codes = Spec(as_format("float8_e4m3fn"), calibration=method)
+    wide = () if config.quantize_router_proj else ("gate",)
+    return Layout(grid, codes, wide, config.dtype, config.batch_split_factor)
+
+
+def _weight_method(config: Config) -> str:
+    own = config.weight_quantization_calibration_method
+    return own or config.quantization_calibration_method or "absmax"
+
+
+def check_recipe(config: Config) -> None:
+    """Refuses codes on the wire, or a batch in parts, where they cannot be."""
+    what = f"quantization={config.quantization or repr('')}"
+    if config.fp8_weight_gather:
+        require(
+            config.quantization == "fp8_full",
+            f"fp8_weight_gather=true with {what}: weights travel as codes of e4m3, which "
+            "quantization=fp8_full alone multiplies by.",
+        )
+        require(
+            calibration.parse(_weight_method(config)).method == "fixed",
+            "fp8_weight_gather=true needs weight_quantization_calibration_method=fixed,-a,a"
+            f": a range found in the data ({_weight_method(config)}) is not known before "
+            "the weights are together.",
+        )
+        require(
+            sizes(config.mesh, jax.device_count())["fsdp"] > 1,
+            f"fp8_weight_gather=true with mesh={config.mesh or repr('')}: only an fsdp "
+            "axis gathers weights. Write mesh=fsdp:-1, or drop it.",
+        )
+    if config.batch_split_factor > 1:
+        require(
+            config.quantization in ("", "fp8_full"),
+            f"batch_split_factor={config.batch_split_factor} with {what}: the schedule is "
+            "for quantization=fp8_full, or none.",
+        )
+
+
+def check(config: Config, on: Mapping[str, int]) -> None:
+    """Refuses a mesh that cuts what cannot be cut."""
+    m = section(config, Model)
+    is_mla, sparse = m.attention_type == "mla", m.num_experts > 1
+    tensor = {"num_query_heads": m.num_query_heads, "vocab_size": m.vocab_size}
+    if not is_mla:
+        tensor["num_kv_heads"] = m.num_kv_heads
+    if not sparse or m.first_num_dense_layers:
+        tensor["mlp_dim"] = m.mlp_dim
+    fsdp = {"emb_dim": m.emb_dim}
+    if is_mla:
+        fsdp["kv_lora_rank"] = m.kv_lora_rank
+        if m.q_lora_rank:
+            fsdp["q_lora_rank"] = m.q_lora_rank
+    if sparse:
+        tensor["moe_mlp_dim"] = m.moe_mlp_dim
+    cuts = {"tensor": tensor, "fsdp": fsdp, "expert": {"num_experts": m.num_experts}}
+    for axis, extents in cuts.items():
+        for name, extent in extents.items():
+            require(
+                extent % on[axis] == 0,
+                f"mesh={config.mesh}: {axis}:{on[axis]} does not divide "
+                f"{name}={extent}.",
+            )
+    rows = math.prod(on[a] for a in BATCH)
+    parts = config.gradient_accumulation_steps
+    require(
+        config.batch_size % (rows * parts * config.batch_split_factor) == 0,
+        f"mesh={config.mesh} spreads a batch over {rows} devices (data, fsdp, expert), in "
+        f"gradient_accumulation_steps={parts} and batch_split_factor="
+        f"{config.batch_split_factor} parts: they do not divide batch_size="
+        f"{config.batch_size}.",
+    )
+    _check_tiles(config, on)
+
+
+def _check_tiles(config: Config, on: Mapping[str, int]) -> None:
+    """A tile, elements that share a scale, must lie on one device."""
+    for number, rule in enumerate(config.quant):
+        tile = rule.get("tile_size")
+        if not isinstance(tile, int):
+            continue
+        for axis, name in (("fsdp", "emb_dim"), ("tensor", "mlp_dim")):
+            part = getattr(config, name) // on[axis]
+            require(
+                part % tile == 0 or on[axis] == 1,
+                f"mesh={config.mesh}: {axis}:{on[axis]} leaves {part} of {name}="
+                f"{getattr(config, name)} to a device, which tile_size={tile} of quant "
+                f"rule {number} does not divide.",
+            )
