@@ -43,12 +43,12 @@ def test_explain_says_what_a_mesh_holds(capsys):
 def test_codes_halve_what_is_gathered():
     fixed = "weight_quantization_calibration_method=fixed,-224,224"
     words = ["tiny-deepseek", "mesh=fsdp:4,expert:2", "batch_size=8"]
-    weight = lambda *more: sum(
-        memory._Weight(
-            settings.load([*words, *more]), mesh.sizes(words[1][5:]), path, var
-        ).arriving
-        for path, var in memory.weights_of(settings.load(words))
-        if "layers" in path[1]
-    )
+    on, found = mesh.sizes("fsdp:4,expert:2"), memory.weights_of(settings.load(words))
+    inside = [(path, var) for path, var in found if "layers" in path[1]]
+
+    def weight(*more):
+        config = settings.load([*words, *more])
+        return sum(memory._Weight(config, on, *x).arriving for x in inside)
+
     coded = weight("quantization=fp8_full", "fp8_weight_gather=true", fixed)
     assert coded * 2 == weight()

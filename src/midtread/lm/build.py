@@ -99,6 +99,9 @@ def mode(config: Config, serve: bool = False) -> str:
         for name in quantization.CALIBRATIONS
         if getattr(config, name)
     ]
+    fixed = [
+        f"{x}: one constant scale per tensor" if " fixed" in x else x for x in fixed
+    ]
     note = f" ({'; '.join(fixed)})" if fixed else ""
     shards = config.quantization_local_shard_count
     if shards == -1:

@@ -82,14 +82,14 @@ def travels_as_codes(layout: Layout, path: tuple, names: Any, shape: tuple) -> P
     return cut if "fsdp" in cut else None
 
 
-def with_weights(run):
+def with_weights(run, inside: str = "layers"):
     """`run(module, ...)` with the module's weights gathered first, where they are to
     travel as codes. What the module keeps besides weights is written back."""
 
     @functools.wraps(run)
     def near(module: nnx.Module, *args: Any) -> Any:
         layout = meshes.current()
-        if layout is None or layout.codes is None:
+        if layout is None or layout.codes is None or inside in layout.wide:
             return run(module, *args)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         copy = nnx.merge(graph, _gathered(layout, params), rest)

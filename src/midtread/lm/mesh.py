@@ -258,7 +258,11 @@ def plan(config: Config, grid: Mesh) -> Layout:
     if config.fp8_weight_gather:
         method = _weight_method(config)
         codes = Spec(as_format("float8_e4m3fn"), calibration=method)
-    wide = () if config.quantize_router_proj else ("gate",)
+    quantized = {
+        "gate": config.quantize_router_proj,
+        "mtp_block": config.quantize_mtp,
+    }
+    wide = tuple(name for name, is_coded in quantized.items() if not is_coded)
     return Layout(grid, codes, wide, config.dtype, config.batch_split_factor)
 
 

@@ -364,7 +364,7 @@ class MtpBlock(nnx.Module):
     def __call__(self, hidden: jax.Array, embedded: jax.Array, place: Place):
         both = [self.hidden_norm(hidden), self.embedding_norm(embedded)]
         x = self.projection(jnp.concatenate(both, -1))
-        run = with_weights(lambda layer, x: layer(x, place, None))
+        run = with_weights(lambda layer, x: layer(x, place, None), "mtp_block")
         x, balance, _ = run(self.transformer_layer, x)
         return x, balance
 
