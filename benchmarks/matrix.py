@@ -20,7 +20,7 @@ Made by `python benchmarks/matrix.py --write`; a test keeps it current.
 by XLA. **wider**: XLA multiplies in the type named, which holds every code exactly; fewer
 bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations.
 
-| format | bits | weight-only, up to 64 rows: NVIDIA | weight-only: elsewhere | both operands, 128 rows and more: Hopper | both operands: elsewhere |
+| format | bits | weight-only, up to 64 rows: NVIDIA | weight-only: elsewhere | both operands, more rows: Hopper | both operands: elsewhere |
 |---|---|---|---|---|---|
 """
 

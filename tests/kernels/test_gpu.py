@@ -19,6 +19,7 @@ from midtread.kernels import (
     matmul_gpu,
     quantize_gpu,
     tuned,
+    xla,
 )
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.numerics.formats import as_format
@@ -111,6 +112,33 @@ def test_rows_are_split_over_devices():
     out = interpreted(mt.dot, x, placed)
     assert error(out, mt.dot(x, w)) < 4e-3
     assert out.sharding.spec[1] == "x"
+
+
+def over_four(fn, *in_specs, **how):
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=in_specs[0], **how)
+
+
+def test_inside_shard_map():
+    w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
+    x = random(2, 8, 256)
+    spec = jax.sharding.PartitionSpec
+    run = over_four(mt.dot, spec("x"), spec(), check_vma=False)
+    assert error(interpreted(run, x, w), mt.dot(x, w)) < 4e-3
+
+
+def test_shard_map_with_its_checks_takes_kernels(monkeypatch):
+    """The interpreter does not know which axes vary, so this is traced and no more."""
+    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    spec = jax.sharding.PartitionSpec
+    w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
+    run = over_four(mt.dot, spec("x"), spec())
+    assert uses_kernel(run, random(2, 8, 256), w)
+    ops = mt.learn(mt.recipe("qwix_int8"))
+    step = lambda x, w: jax.grad(lambda x: jnp.sum(ops.dot(x, w)))(x)
+    run = over_four(step, spec("x"), spec("x"))
+    assert uses_kernel(run, random(2, 1024, 256), random(3, 1024, 256))
 
 
 # --- quantizing -------------------------------------------------------------------------------

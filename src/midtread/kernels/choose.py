@@ -189,10 +189,8 @@ def _is_explicit(*arrays) -> bool:
 
 def is_alone() -> bool:
     """One device, or inside shard_map: what is seen here is all there is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(kind == AxisType.Manual for kind in getattr(mesh, "axis_types", ())):
-        return True
-    return jax.device_count() == 1 or wanted() == "interpret"
+    is_single = jax.device_count() == 1 or wanted() == "interpret"
+    return is_single or _kernels().is_manual()
 
 
 def _interpret() -> bool:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels.pallas_compat import pl, pltriton, triton_params
+from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.numerics.formats import Format, dtype_bits
 
 
@@ -278,7 +278,7 @@ def weight_matmul(
         out_specs=pl.BlockSpec(
             (None, planes, padded, blocks.n), lambda i, j: (j, 0, 0, i)
         ),
-        out_shape=jax.ShapeDtypeStruct((blocks.split, planes, m, num_b), jnp.float32),
+        out_shape=result((blocks.split, planes, m, num_b), jnp.float32, x_MK),
         compiler_params=triton_params(blocks.warps, blocks.stages),
         interpret=interpret,
     )(*args)
@@ -334,7 +334,7 @@ def turned_matmul(
             pl.BlockSpec((blocks.n, split_k), lambda i, j: (i, j)),
         ],
         out_specs=pl.BlockSpec((None, blocks.n, block_m), lambda i, j: (j, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((blocks.split, n, block_m), jnp.float32),
+        out_shape=result((blocks.split, n, block_m), jnp.float32, x_MK),
         compiler_params=triton_params(blocks.warps, blocks.stages),
         interpret=interpret,
     )(x_MK, codes_NK)

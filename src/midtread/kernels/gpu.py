@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from midtread.kernels import blocked_gpu, decode_gpu, matmul_gpu, quantize_gpu, tuned
-from midtread.kernels.pallas_compat import MIXES_FLOAT8
+from midtread.kernels.pallas_compat import MIXES_FLOAT8, alike, is_manual, marked
 from midtread.kernels.quantize_gpu import TILE
 from midtread.numerics import views
 from midtread.numerics.formats import dtype_bits
@@ -444,8 +444,11 @@ def as_function(
 
     @custom_vmap
     def mapped(*args):
-        is_split = can_place and jax.device_count() > 1
-        return placed(*args) if is_split else kernel(*args)
+        is_split = can_place and jax.device_count() > 1 and not is_manual()
+        if is_split:
+            return placed(*args)
+        args = alike(*args)
+        return marked(kernel(*args), args[0])
 
     @mapped.def_vmap
     def _(axis_size, is_batched, *args):

@@ -43,6 +43,40 @@ def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
+def is_manual() -> bool:
+    """Inside shard_map, where what a device sees is all there is."""
+    kinds = getattr(jax.sharding.get_abstract_mesh(), "axis_types", ())
+    return any(kind == AxisType.Manual for kind in kinds)
+
+
+def alike(*inputs: jax.Array) -> list[jax.Array]:
+    """Inputs that all vary over the same mesh axes: inside shard_map a kernel wants that."""
+    if not is_manual():
+        return list(inputs)
+    axes = set().union(*(jax.typeof(x).mat.varying for x in inputs))
+    missing = [tuple(axes - jax.typeof(x).mat.varying) for x in inputs]
+    return [
+        jax.lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(inputs, missing)
+    ]
+
+
+def marked(out: jax.Array, like: jax.Array) -> jax.Array:
+    """`out`, varying over the mesh axes that `like` does: Mosaic's results do not say."""
+    if not is_manual():
+        return out
+    names = tuple(jax.typeof(like).mat.varying - jax.typeof(out).mat.varying)
+    return jax.lax.pcast(out, names, to="varying") if names else out
+
+
+def result(shape, dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result, which varies over mesh axes as `like` does."""
+    extra: dict[str, Any] = {}
+    if is_manual():
+        extra["manual_axis_type"] = jax.typeof(like).mat
+    return jax.ShapeDtypeStruct(shape, dtype, **extra)
+
+
 def load_slice(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     """`size` elements of global memory, in registers laid out as `layout`."""
     index = pl.ds(start, size)
@@ -84,6 +118,6 @@ def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
 def num_cores() -> int:
     """Multiprocessors of the GPU that is being compiled for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
+    if device is not None and device.num_cores:
         return device.num_cores
     return getattr(jax.devices()[0], "core_count", None) or 2  # interpreted: a few

@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels.pallas_compat import pl, pltriton, triton_params
+from midtread.kernels.pallas_compat import (
+    alike,
+    pl,
+    pltriton,
+    result,
+    triton_params,
+)
 from midtread.numerics.formats import Format
 
 BLOCK = 64  # both extents of x come in multiples
@@ -109,6 +115,8 @@ def rows(
     whole = pl.BlockSpec((1, padded), lambda i: (i, 0))
     parts, specs = [x], [whole]
     if factor is not None:
+        x, factor = alike(x, factor)
+        parts = [x]
         is_row = factor.shape[0] == 1
         parts.append(factor)
         specs.append(
@@ -122,8 +130,8 @@ def rows(
         in_specs=specs,
         out_specs=[whole, pl.BlockSpec((1,), lambda i: (i,))],
         out_shape=[
-            jax.ShapeDtypeStruct((m, k), fmt.dtype),
-            jax.ShapeDtypeStruct((m,), x.dtype),
+            result((m, k), fmt.dtype, x),
+            result((m,), x.dtype, x),
         ],
         compiler_params=triton_params(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -176,6 +184,7 @@ def cast(
         "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
     }
     parts = [inverse] if factor is None else [inverse, factor]
+    x, *parts = alike(x, *parts)
     return pl.pallas_call(
         functools.partial(_cast_body, fmt=fmt, copies=copies, native=not interpret),
         grid=(m // block[0], n // block[1]),
@@ -184,7 +193,7 @@ def cast(
             *(_beside(part.shape, x.shape, block) for part in parts),
         ],
         out_specs=[pl.BlockSpec(*placed[c][1:]) for c in copies],
-        out_shape=[jax.ShapeDtypeStruct(placed[c][0], fmt.dtype) for c in copies],
+        out_shape=[result(placed[c][0], fmt.dtype, x) for c in copies],
         compiler_params=triton_params(num_warps=4, num_stages=1),
         interpret=interpret,
     )(x, *parts)
