@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-import midtread as mt
 from midtread.lm import build, quantization
 from midtread.model import intercept
 from midtread.model.quantize import quantize_model
@@ -36,7 +35,7 @@ QWIX = "use_qwix_quantization=true"
 #  in another order does; in 4 bits it moves it further.
 CASES = {
     "int8": ([*DENSE, QWIX, "quantization=int8"], 2e-4),
-    "int8, 2 shards": ([*DENSE, QWIX, "quantization=int8", "quantization_local_shard_count=2"], 2e-4),
+    "int8, 2 shards": ([*DENSE, QWIX, "quantization=int8", "quantization_local_shard_count=2"], 1e-3),
     "int4": ([*DENSE, QWIX, "quantization=int4"], 2e-3),
     "fp4": ([*DENSE, QWIX, "quantization=fp4"], 2e-3),
     "fp8": ([*DENSE, QWIX, "quantization=fp8"], 5e-4),
@@ -83,15 +82,19 @@ class FlaxFp8(delayed.DelayedFp8Provider):
     def _train(self, rule, op_id, c, lhs, rhs):
         module = intercept.current_module()
         state = delayed._variables(module, op_id, self._length)
-        get = lambda part: [
-            state[f"{n}_{part}"] for n in ("input", "kernel", "output_grad")
-        ]
         numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
-        with mt.disable_interceptions():
-            return fp8_ops.q_dot_dq(
-                lhs, rhs, *get("scale"), *get("amax_history"), lhs.dtype,
-                dimension_numbers=numbers, preferred_element_type=lhs.dtype,
-            )  # fmt: skip
+        parts = {
+            f"{side}_{part}": state[f"{name}_{part}"]
+            for side, name in (
+                ("lhs", "input"),
+                ("rhs", "kernel"),
+                ("grad", "output_grad"),
+            )
+            for part in ("scale", "amax_history")
+        }  # inside a handler nothing is intercepted
+        return fp8_ops.fp8_scaled_dot_general(
+            lhs, rhs, numbers, preferred_element_type=lhs.dtype, **parts
+        )
 
 
 @pytest.mark.slow
