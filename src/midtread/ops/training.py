@@ -198,8 +198,17 @@ def _rotate(back: Contraction, size: int, g, y, key, site):
     return rotate(g, axis=back.rhs.index(label)), rotate(y, axis=back.lhs.index(label))
 
 
+def _over_devices(grad: jax.Array, like: jax.Array) -> jax.Array:
+    """Inside shard_map an operand that all devices share gets the sum of their gradients."""
+    seen, own = (
+        getattr(jax.typeof(x), "mat", None) for x in (grad, like)
+    )  # which mesh axes a value varies over
+    names = tuple(seen.varying - own.varying) if seen and own else ()
+    return jax.lax.psum(grad, names) if names else grad
+
+
 def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
-    grad = grad.astype(x.like.dtype)
+    grad = _over_devices(grad.astype(x.like.dtype), held(x.value))
     if x.mask is None:
         return grad
     inside = jnp.unpackbits(x.mask, axis=-1, count=grad.shape[-1]).astype(bool)
