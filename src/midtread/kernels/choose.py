@@ -189,8 +189,9 @@ def _is_explicit(*arrays) -> bool:
 
 def is_alone() -> bool:
     """One device, or inside shard_map: what is seen here is all there is."""
-    is_single = jax.device_count() == 1 or wanted() == "interpret"
-    return is_single or _kernels().is_manual()
+    mesh = jax.sharding.get_abstract_mesh()
+    is_manual = AxisType.Manual in getattr(mesh, "axis_types", ())
+    return is_manual or jax.device_count() == 1 or wanted() == "interpret"
 
 
 def _interpret() -> bool:

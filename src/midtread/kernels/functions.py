@@ -1,0 +1,117 @@
+"""A kernel as a function of JAX: it can be differentiated, mapped and sharded.
+
+grad      the gradient of the same contraction in plain JAX
+vmap      one kernel call after another
+jit of a sharded model       each device runs the kernel on its part of the rows and
+          columns (custom_partitioning); a summed axis that is sharded is gathered
+shard_map                    what a device sees is all there is
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from midtread.kernels.pallas_compat import alike, is_manual, marked
+
+
+def as_function(
+    kernel: Callable,
+    plain: Callable,
+    axes: str,
+    replicated: tuple[str, ...] = (),
+    can_place: bool = True,
+) -> Callable:
+    """`kernel` with the gradients of `plain`, a loop under vmap, and its own sharding.
+
+    Args:
+        axes: of arguments and result, as in einops; one result.
+        replicated: names among them along which a device needs everything.
+        can_place: False for interpreted Mosaic kernels, which custom_partitioning cannot
+            hold; they run on one device.
+    """
+    kernel = jax.jit(kernel)  # lowered once for all layers that look alike
+    placed = _partitioned(kernel, axes, replicated)
+
+    @custom_vmap
+    def mapped(*args):
+        is_split = can_place and jax.device_count() > 1 and not is_manual()
+        if is_split:
+            return placed(*args)
+        args = alike(*args)
+        return marked(kernel(*args), args[0])
+
+    @mapped.def_vmap
+    def _(axis_size, is_batched, *args):
+        def one(batched):
+            parts = iter(batched)
+            return mapped(*(next(parts) if b else a for a, b in zip(args, is_batched)))
+
+        return lax.map(one, [a for a, b in zip(args, is_batched) if b]), True
+
+    call = jax.custom_vjp(mapped)
+
+    def forward(*args):
+        return mapped(*args), args
+
+    def backward(args, g):
+        floats = [
+            jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1 for a in args
+        ]
+
+        def of_floats(*chosen):
+            parts = iter(chosen)
+            return plain(*(next(parts) if f else a for a, f in zip(args, floats)))
+
+        chosen = [a for a, f in zip(args, floats) if f]
+        grads = iter(jax.vjp(of_floats, *chosen)[1](g))
+        return tuple(next(grads) if f else None for f in floats)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _partitioned(kernel: Callable, axes: str, replicated: tuple[str, ...]) -> Callable:
+    inputs, output = (side.split(",") for side in axes.split("->"))
+    inputs, output = [i.split() for i in inputs], output[0].split()
+
+    @custom_partitioning
+    def placed(*args):
+        return kernel(*args)
+
+    def shardings(mesh, arg_shapes):
+        held = {}
+        for names, shape in zip(inputs, arg_shapes):
+            spec = getattr(shape.sharding, "spec", ()) if shape.sharding else ()
+            for name, axis in zip(names, (*spec, *[None] * len(names))):
+                if axis is not None and name not in replicated:
+                    held.setdefault(name, axis)
+        used, kept = set(), {}
+        for name, axis in held.items():  # a mesh axis cuts one axis of the result
+            parts = set(axis) if isinstance(axis, tuple) else {axis}
+            if not parts & used:
+                kept[name] = axis
+                used |= parts
+        place = lambda names: NamedSharding(
+            mesh, PartitionSpec(*(kept.get(name) for name in names))
+        )
+        return [place(names) for names in inputs], place(output)
+
+    def infer(mesh, arg_shapes, result_shape):
+        return shardings(mesh, arg_shapes)[1]
+
+    def partition(mesh, arg_shapes, result_shape):
+        given, result = shardings(mesh, arg_shapes)
+        return mesh, kernel, result, tuple(given)
+
+    placed.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=axes,
+        need_replication_factors=replicated,
+    )
+    return placed
