@@ -1,6 +1,7 @@
 """More than one device: the same loss on every mesh, and what lies where."""
 
 import functools
+import math
 import os
 import pathlib
 import socket
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from midtread.lm import build, data, mesh, model, settings, step
 from midtread.lm.config import Model, Training, UsageError, section
 from midtread.lm.train import read, train
+from midtread.model import prove
 from midtread.numerics.qarray import quantize
 
 DENSE = ["tiny", "dataset_type=synthetic", "batch_size=8", "num_query_heads=4",
@@ -96,6 +98,21 @@ def test_the_loss_with_experts_is_that_of_one_device(way, grid):
     alone = trained(*SPARSE, *WAYS[way])
     spread = trained(*SPARSE, *WAYS[way], f"mesh={grid}")
     np.testing.assert_allclose(spread.losses, alone.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["bf16", "fp8_full"])
+@pytest.mark.parametrize("grid", ["expert:4,data:2", "expert:2,fsdp:2,tensor:2"])
+@pytest.mark.parametrize("how, tolerance", [("ring", TOLERANCE), ("ring_fp8", 1e-2)])
+def test_tokens_sent_by_hand_give_the_same_loss(way, grid, how, tolerance):
+    alone = trained(*SPARSE, *WAYS[way])
+    spread = trained(*SPARSE, *WAYS[way], f"mesh={grid}", f"expert_dispatch={how}")
+    np.testing.assert_allclose(spread.losses, alone.losses, rtol=tolerance)
+    np.testing.assert_allclose(spread.norms, alone.norms, rtol=10 * tolerance)
+    sent = prove.read(spread.compiled.as_text()).collectives
+    tokens = 8 * 16 // math.prod(spread.layout.sizes[a] for a in ("data", "fsdp"))
+    codes = [c for c in sent if c.dtype == "u8" and c.dims == (tokens, 32)]
+    assert bool(codes) == (how == "ring_fp8")
 
 
 @pytest.mark.slow
@@ -184,6 +201,8 @@ REFUSED = {
     "mesh=data:8 fp8_weight_gather=true quantization=fp8_full "
     "weight_quantization_calibration_method=fixed,-224,224": "mesh=data:8",
     "batch_split_factor=2 quantization=int8": "batch_split_factor=2",
+    "expert_dispatch=ring mesh=data:8": "expert_dispatch=ring with mesh=data:8",
+    "expert_dispatch=ring quantization=int8": "expert_dispatch=ring with quantization=int8",
 }  # fmt: skip
 
 
@@ -199,7 +218,6 @@ def test_what_cannot_be_is_refused_in_one_line(words):
 RUN = [
     *DENSE,
     "dtype=float32",
-    "checkpoint_period=2",
     "eval_interval=0",
     "eval_steps=1",
 ]
@@ -211,13 +229,14 @@ def run_of(folder, *words):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_goes_on_with_another(tmp_path):
-    whole = train(run_of(tmp_path / "a", "steps=4", "mesh=fsdp:4,tensor:2"))
+    every = "steps=4", "checkpoint_period=2"
+    whole = train(run_of(tmp_path / "a", *every, "mesh=fsdp:4,tensor:2"))
     curve = [x["loss"] for x in read(whole.folder / "metrics.jsonl")]
     cut = tmp_path / "b"
-    train(run_of(cut, "steps=4", "mesh=fsdp:4,tensor:2"))
+    train(run_of(cut, *every, "mesh=fsdp:4,tensor:2"))
     folder = cut / "run"
     (folder / "checkpoints" / "4").rename(tmp_path / "gone")
-    again = train(run_of(cut, "steps=4", "mesh=data:8"))
+    again = train(run_of(cut, *every, "mesh=data:8"))
     lines = read(again.folder / "metrics.jsonl")
     assert len(lines) == 4
     np.testing.assert_allclose([x["loss"] for x in lines], curve, rtol=1e-5)

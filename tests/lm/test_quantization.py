@@ -190,7 +190,7 @@ REFUSED = {
         ["quantization=int8", "logits_via_embedding=false", "quantize_logits_proj=true",
          "quant_reach=maxtext"], "quant_reach=all"),
     "a head of nothing": (["logits_via_embedding=false", "quantize_logits_proj=true"], "set quantization"),
-    "a mesh": (["quantization=int8", "replicate_quant_scale=true"], "one device"),
+    "a mesh": (["quantization=int8", "replicate_quant_scale=true"], "drop it"),
     "a rule's field": (["quant=[{weight_qtipe: int8}]"], "weight_qtype"),
     "a rule that matches nothing": (["quant=[{module_path: nothing, weight_qtype: int8}]"], "nothing"),
 }  # fmt: skip

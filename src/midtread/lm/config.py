@@ -273,6 +273,9 @@ class Sharding:
     fp8_weight_gather: bool = key(
         False, "fp8_full: weights cut along fsdp travel as 8-bit codes"
     )
+    expert_dispatch: Literal["xla", "ring", "ring_fp8"] = key(
+        "xla", "tokens to experts: as XLA does it, by hand, by hand as 8-bit codes"
+    )
     batch_split_factor: int = key(
         1, "parts of a batch that each layer works on in turn", at_least=1
     )

@@ -5,17 +5,17 @@
     data      the batch is cut; every device has all weights
     fsdp      the batch is cut, and so are weights, gradients and the optimizer
     tensor    heads, inner widths and the vocabulary are cut
-    expert    the batch is cut; so are the routed experts, and tokens travel to them
+    expert    the batch is cut, and so are the routed experts
 
 Every weight names its axes (`lm/model.py`), and LOGICAL says which mesh axis cuts which;
 one that a mesh axis does not divide is refused before anything is built. What belongs to
-an array lies as it does: moments of the optimizer, masks, a QArray's codes and, where they
+an array lies as it does: moments of the optimizer, a QArray's codes and, where they
 have more than one, its scales. Vectors and statistics are whole everywhere.
 
 XLA's partitioner does the rest, so the mathematics is that of one device: ranges are taken
-over whole arrays, and numbers differ by the order of sums alone. Two things are written by
-hand instead, in shard_map: weights that travel as codes (`lm/gather.py`) and tokens that
-travel to their experts (`lm/ring.py`).
+over whole arrays, no token is dropped on its way to an expert, and numbers differ by the
+order of sums alone. Two things can be written by hand instead, in shard_map: weights that
+travel as codes (`lm/gather.py`) and tokens that travel to experts (`lm/ring.py`).
 """
 
 import contextlib
@@ -138,6 +138,7 @@ class Layout:
     wide: tuple[str, ...] = ()  # modules whose weights do not
     dtype: str = "bfloat16"  # weights are multiplied in
     split: int = 1  # parts of a batch (lm/split.py)
+    dispatch: str = "xla"  # of tokens to experts (lm/ring.py)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -263,7 +264,8 @@ def plan(config: Config, grid: Mesh) -> Layout:
         "mtp_block": config.quantize_mtp,
     }
     wide = tuple(name for name, is_coded in quantized.items() if not is_coded)
-    return Layout(grid, codes, wide, config.dtype, config.batch_split_factor)
+    split, dispatch = config.batch_split_factor, config.expert_dispatch
+    return Layout(grid, codes, wide, config.dtype, split, dispatch)
 
 
 def _weight_method(config: Config) -> str:
@@ -290,6 +292,18 @@ def check_recipe(config: Config) -> None:
             sizes(config.mesh, jax.device_count())["fsdp"] > 1,
             f"fp8_weight_gather=true with mesh={config.mesh or repr('')}: only an fsdp "
             "axis gathers weights. Write mesh=fsdp:-1, or drop it.",
+        )
+    if config.expert_dispatch != "xla":
+        how = f"expert_dispatch={config.expert_dispatch}"
+        require(
+            config.quantization in ("", "fp8_full"),
+            f"{how} with {what}: tokens are sent by hand for quantization=fp8_full, or "
+            "none. Write expert_dispatch=xla.",
+        )
+        require(
+            sizes(config.mesh, jax.device_count())["expert"] > 1,
+            f"{how} with mesh={config.mesh or repr('')}: tokens travel along an expert "
+            "axis. Write mesh=expert:-1, or expert_dispatch=xla.",
         )
     if config.batch_split_factor > 1:
         require(

@@ -12,6 +12,7 @@ share of pairs and p the mean score of expert e; 1 when all are used alike.
 Letters: N = B T tokens, E experts, k experts per token, D emb_dim, F moe_mlp_dim.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.lm import ring
 from midtread.lm.config import Model
 from midtread.lm.model import Linear
 
@@ -49,22 +51,40 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Load"]:
         """x [B, T, D] through the experts, and how much each was used."""
-        m, (B, T, D) = self.m, x.shape
+        B, T, D = x.shape
         x_ND = x.reshape(B * T, D)
         weights_Nk, chosen_Nk, load = self.route(x_ND)
+        run = (
+            functools.partial(ring.through_experts, self)
+            if ring.is_on()
+            else self.experts
+        )
+        return run(x_ND, weights_Nk, chosen_Nk).reshape(B, T, D), load
+
+    def experts(self, x_ND, weights_Nk, chosen_Nk, first: jax.Array | int = 0):
+        """The weighted sum over the experts that are here, numbered from `first`: all of
+        them, or a device's own, and then the pairs of others come to nothing."""
+        m, count = self.m, self.wi_0.shape[0]
+        is_all = count == m.num_experts
         pairs = chosen_Nk.reshape(-1)
+        if not is_all:
+            pairs = pairs - first
+            pairs = jnp.where((pairs >= 0) & (pairs < count), pairs, count)
         order = jnp.argsort(pairs)  # stable: rows of an expert stay in their order
         rows = jnp.take(x_ND, order // m.num_experts_per_tok, axis=0)
-        sizes = jnp.bincount(pairs, length=m.num_experts).astype(jnp.int32)
+        sizes = jnp.bincount(pairs, length=count).astype(jnp.int32)
         dtype = jnp.dtype(m.dtype)
         grouped = lambda a, w: jax.lax.ragged_dot(
             a, jnp.asarray(w[...], dtype), sizes, preferred_element_type=dtype
         )
         hidden = jax.nn.silu(grouped(rows, self.wi_0)) * grouped(rows, self.wi_1)
         out = grouped(hidden, self.wo)
-        out = jnp.take(out, jnp.argsort(order), axis=0).reshape(B * T, -1, D)
-        y_ND = jnp.einsum("nkd,nk->nd", out, weights_Nk.astype(out.dtype))
-        return y_ND.reshape(B, T, D), load
+        if not is_all:  # rows beyond all groups
+            inside = jnp.arange(len(out)) < jnp.sum(sizes)
+            out = jnp.where(inside[:, None], out, jnp.zeros_like(out))
+        out = jnp.take(out, jnp.argsort(order), axis=0)
+        out = out.reshape(*chosen_Nk.shape, x_ND.shape[1])
+        return jnp.einsum("nkd,nk->nd", out, weights_Nk.astype(out.dtype))
 
     def route(self, x_ND: jax.Array):
         """Weights and numbers of the chosen experts [N, k], and the load."""

@@ -236,8 +236,8 @@ def check(config: Config) -> None:
                 raise UsageError(f"{name}: {error}") from None
     require(
         not config.replicate_quant_scale,
-        "replicate_quant_scale=true speaks of a mesh, and a run has one device, where "
-        "every scale is whole: drop it.",
+        "replicate_quant_scale=true: in training scales are made inside the step, and where "
+        "they lie is the compiler's choice: drop it.",
     )
     pruned = config.weight_sparsity_n is not None
     for name in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
