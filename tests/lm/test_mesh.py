@@ -268,7 +268,7 @@ def finish(started) -> list[int]:
 
 @pytest.mark.slow
 def test_two_processes_one_killed_and_started_again(tmp_path):
-    words = ("mesh=fsdp:4,tensor:2", "steps=300", "checkpoint_period=20")
+    words = ("mesh=fsdp:4,tensor:2", "steps=120", "checkpoint_period=20")
     one = train(run_of(tmp_path / "one", "mesh=fsdp:4,tensor:2", "steps=8"))
     assert finish(processes(tmp_path / "two", *words[:1], "steps=8")) == [0, 0]
     curves = [
@@ -285,6 +285,7 @@ def test_two_processes_one_killed_and_started_again(tmp_path):
         assert first.poll() is None
         time.sleep(0.05)
     second.kill()
+    second.wait()
     killed = time.monotonic()
     assert first.wait(timeout=60) != 0 and time.monotonic() - killed < 60
     time.sleep(1)
