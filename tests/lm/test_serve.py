@@ -243,7 +243,8 @@ def test_experts_are_a_sum_over_the_chosen(key):
     )
     moe = Moe(m, nnx.Rngs(0))
     x = jax.random.normal(key, (2, 5, 16))
-    got, balance = moe(x)
+    got, load = moe(x)
+    balance = moe.balance([load])
     weights, chosen, _ = moe.route(x.reshape(10, 16))
     flat, expected = x.reshape(10, 16), np.zeros((10, 16))
     for n in range(10):

@@ -18,7 +18,7 @@ from tests.peers import peer
 (qwix,) = peer.load("qwix", "0.1.8", "qwix")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-SMALL = ["quant_reach=maxtext", "scan_layers=false", "learning_rate=0.01"]
+SMALL = ["quant_reach=maxtext", "scan_layers=false"]
 DENSE = [*SMALL, "num_decoder_layers=1"]
 EXPERTS = [
     *SMALL,
