@@ -428,3 +428,40 @@ def test_shape_drift_in_statistics_is_refused():
     )
     with pytest.raises(ValueError, match="quant_stats is not initialized"):
         mt.quantize_params(stats["params"], empty["params"], stats["quant_stats"])
+
+
+class Twins(nnx.Module):
+    """Two layers with the same weights, in a scan; each sees the same x."""
+
+    def __init__(self, depth=2):
+        make = nnx.vmap(
+            lambda _: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), in_axes=0, out_axes=0
+        )
+        self.layers = make(jnp.arange(depth))
+
+    def __call__(self, x):
+        run = nnx.scan(
+            lambda x, layer: (x, layer(x)),
+            in_axes=(nnx.Carry, 0),
+            out_axes=(nnx.Carry, 0),
+        )
+        return run(x, self.layers)[1]
+
+
+@pytest.mark.parametrize("rounding", [None, "uniform", "stochastic"])
+@pytest.mark.parametrize("late", [False, True])
+def test_layers_in_a_scan_have_their_own_noise(rounding, late):
+    rule = mt.QtRule(
+        weight_qtype="int8", act_qtype="int8", bwd_qtype="int8",
+        bwd_stochastic_rounding=rounding,
+    )  # fmt: skip
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    g = jax.random.normal(jax.random.key(1), (16, 8))
+    rngs = {"rngs": nnx.Rngs(stochastic_rounding=0)} if rounding else {}
+    model = mt.quantize_model(Twins(), mt.QtProvider([rule]), x, **rngs)
+    if late and rounding:
+        model.set_attributes(qwix_rngs=nnx.Rngs(stochastic_rounding=1))
+    grads = nnx.grad(lambda m: jnp.sum(m(x) * g))(model)
+    first, second = grads["layers"]["kernel"].get_value()
+    assert bool(jnp.array_equal(first, second)) == (rounding is None)
+    np.testing.assert_allclose(first, second, atol=0.5)

@@ -249,6 +249,44 @@ def provider_of(model: Any) -> Any:
     return getattr(type(model), "_provider", None)
 
 
+def stacked_by(root: nnx.Module, module: nnx.Module) -> tuple[int, ...]:
+    """Extents of the stack of layers that `module`, met while `root` ran, is one of."""
+    stored = {path: params_of(m) for path, m in nnx.iter_modules(root)}
+    own = params_of(module)
+    paths = [module._path]
+    if not own:  # then what it is made of tells
+        depth = len(module._path)
+        paths = [p for p in stored if p[:depth] == module._path]
+    here = dict(nnx.iter_modules(module))
+    for path in paths:
+        inner = params_of(here.get(path[len(module._path) :], module))
+        for name, param in stored[path].items():
+            extra = param.ndim - inner[name].ndim if name in inner else 0
+            if extra and param.shape[extra:] != inner[name].shape:
+                raise ValueError(
+                    f"{'/'.join(map(str, path))} is stacked along an axis other than the "
+                    "first, where stochastic rounding finds no stream for each layer."
+                )
+            if extra:
+                return tuple(param.shape[:extra])
+    return ()
+
+
+def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
+    """Gives stacked modules a stack of streams, and none to those that want none."""
+    made: dict[tuple, nnx.Rngs] = {}
+    for path, module in nnx.iter_modules(model):
+        rngs, extents = getattr(module, RNGS, None), stacks.get(path)
+        if extents is None:
+            setattr(module, RNGS, nnx.data(None))
+        elif extents and isinstance(rngs, nnx.Rngs):
+            counts = jax.tree.leaves(nnx.state(rngs, nnx.RngCount))
+            if all(count.ndim == 0 for count in counts):
+                if extents not in made:
+                    made[extents] = rngs.split(extents)
+                setattr(module, RNGS, nnx.data(made[extents]))
+
+
 # --- adopting a model -------------------------------------------------------------------------
 
 

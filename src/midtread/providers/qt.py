@@ -7,6 +7,8 @@ are averaged over the batches seen, in `quant_stats`.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,10 @@ class QtProvider(QuantizationProvider):
 
     rule_type = QtRule
     ops = (*OPS, "take", "getitem")
+    _streams: dict | None = None  # while an NNX model is prepared: who wants a key
+    # path of a module that rounds at random -> extents of the stack of layers it is
+    _stacks: Mapping[tuple, tuple[int, ...]] = MappingProxyType({})
+    _root: nnx.Module | None = None
 
     def _init_rule(self, rule: QuantizationRule) -> QtRule:
         if not isinstance(rule, QtRule):
@@ -67,7 +73,7 @@ class QtProvider(QuantizationProvider):
                     ("lhs", "rhs"), (recipe.fwd.lhs, recipe.fwd.rhs), (lhs, rhs), weights)
             ))  # fmt: skip
         if recipe.is_random:
-            key = flaxlib.make_rng(module, "stochastic_rounding")
+            key = self._key(module)
         site = f"{flaxlib.path_of(module)}/{op_id}"
         return train(c, recipe, lhs, rhs, ranges, key, site)
 
@@ -95,10 +101,32 @@ class QtProvider(QuantizationProvider):
             flaxlib.write(stat, average.update(flaxlib.read(stat), seen))
         return average.range(flaxlib.read(stat), seen)
 
+    # Random numbers. Linen splits a stream over the layers of a scan. In NNX a module that
+    # rounds at random holds Rngs; one that stands for a stack of layers holds a stack.
+
+    def _key(self, module) -> jax.Array:
+        if self._streams is not None and isinstance(module, nnx.Module):
+            self._streams[module._path] = flaxlib.stacked_by(self._root, module)
+            return jax.random.key(0)  # only shapes count now
+        return flaxlib.make_rng(module, "stochastic_rounding")
+
+    def process_model_inputs(self, model, model_args, model_kwargs):
+        if self is not None and any(self._stacks.values()):
+            flaxlib.stack_rngs(model, self._stacks)
+        call = QuantizationProvider.process_model_inputs
+        return call(self, model, model_args, model_kwargs)
+
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         """Adds the statistics that a first run would, at zero."""
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: None})
+        self._streams, self._root = {}, model
+        try:
+            after = abstract_call(model, method, inputs, kwargs)
+        finally:
+            self._stacks, self._streams, self._root = self._streams, None, None
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        after = abstract_call(model, method, inputs, kwargs)
+        if any(self._stacks.values()):
+            flaxlib.stack_rngs(model, self._stacks)
         wanted = {path: m for path, m in nnx.iter_modules(after)}
         for path, module in nnx.iter_modules(model):
             for name, var in vars(wanted[path]).items():
