@@ -156,14 +156,14 @@ STEPS = np.random.RandomState(0).randn(2, 5, 4).astype(np.float32)
 
 @pytest.mark.parametrize("model, x, boxes", [
     (Lm(), IDS, 2 * 6 + 1),
-    (Seq2seq(), STEPS, 17),
+    pytest.param(Seq2seq(), STEPS, 17, marks=pytest.mark.slow),
 ], ids=["lm1b", "seq2seq"])  # fmt: skip
 def test_flax_examples_linen(model, x, boxes):
     check_linen(model, (jnp.asarray(x),), boxes=boxes)
 
 
 @pytest.mark.parametrize("cls, x, boxes", [
-    (NnxLm, IDS, 2 * 4 + 1), (NnxRnn, STEPS, 9),
+    pytest.param(NnxLm, IDS, 2 * 4 + 1, marks=pytest.mark.slow), (NnxRnn, STEPS, 9),
 ], ids=["lm1b", "rnn"])  # fmt: skip
 def test_flax_examples_nnx(cls, x, boxes):
     check_nnx(lambda: cls(nnx.Rngs(0)), (jnp.asarray(x),), boxes)
