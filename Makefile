@@ -20,7 +20,7 @@ examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --doctest-modules src tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --doctest-modules src tests
 	$(MAKE) newest
 
 lint: $(VENV)/dev.installed
