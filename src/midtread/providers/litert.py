@@ -127,7 +127,9 @@ class OdmlQatProvider(Kinds, QuantizationProvider):
 
     def _ufunc(self, ufunc, *args, **kwargs):
         row = table.UFUNCS.get(ufunc.__name__)
-        return NotImplemented if row is None else self._function(row, ufunc, *args)
+        if row is None:
+            return NotImplemented
+        return self._function(row, ufunc, *args, **kwargs)
 
     def _custom_jvp(self, fun, *args, **kwargs):
         if not any(self._edges[x].is_activation for x in args):
