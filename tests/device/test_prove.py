@@ -9,7 +9,10 @@ import pytest
 
 import midtread as mt
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -177,7 +177,7 @@ GPU = """HloModule jit_step, is_scheduled=true
   ROOT %dot.1 = s32[64,32]{1,0} dot(%p.0, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/int8/dot_general"}
 }
 
-ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,32], e: u8[128,16], s: f32[], groups: s32[4], stack: s8[4,128,32]) -> bf16[64,32] {
+ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,32], e: u8[128,16], s: f32[], groups: s32[4], stack: s8[4,128,32], scales: f32[64,1]) -> bf16[64,32] {
   %a = f8e4m3fn[64,128]{1,0} parameter(0)
   %b = f8e4m3fn[32,128]{1,0} parameter(1)
   %c = s8[64,128]{1,0} parameter(2)
@@ -193,7 +193,8 @@ ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,
   %groups = s32[4]{0} parameter(6)
   %stack = s8[4,128,32]{2,1,0} parameter(7)
   %ragged = s32[64,32]{1,0} ragged-dot(%c, %stack, %groups), lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}, metadata={op_name="jit(step)/experts/ragged_dot"}
-  %quantized = s8[64,128]{1,0} custom-call(%up, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_kernel"}
+  %scales = f32[64,1]{1,0} parameter(8)
+  %quantized = (s8[64,128]{1,0}, s8[128,64]{1,0}) custom-call(%up, %scales), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_kernel"}
   %start = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%ours), dimensions={0}, metadata={op_name="jit(step)/gather"}
   ROOT %done = bf16[64,32]{1,0} all-gather-done(%start)
 }

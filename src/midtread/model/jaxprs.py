@@ -117,10 +117,18 @@ def kernel_name(eqn: Any) -> str:
     return source.split(" at ")[0] if source else eqn.primitive.name
 
 
-def may_multiply(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether a kernel with operands like these can be a matmul: two of them are matrices
-    that have an extent in common. One that quantizes has one, and vectors."""
-    matrices = [{n for n in shape if n > 1} for shape in shapes if len(shape) > 1]
+Sized = tuple[tuple[int, ...], int]  # an array's shape, and the bits of an element
+
+
+def may_multiply(operands: Sequence[Sized], results: Sequence[Sized]) -> bool:
+    """Whether a kernel can be a matmul: two operands are matrices that have an extent in
+    common. One that quantizes may look so too, for its scales; but it gives each element
+    of its largest operand back in fewer bits, at most eight."""
+    shape, bits = max(operands, key=lambda a: math.prod(a[0]), default=((), 0))
+    codes = (math.prod(made) for made, width in results if width <= min(8, bits - 1))
+    if math.prod(shape) in codes:
+        return False
+    matrices = [{n for n in shape if n > 1} for shape, _ in operands if len(shape) > 1]
     return any(a & b for a, b in itertools.combinations(matrices, 2))
 
 

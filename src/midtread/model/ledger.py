@@ -120,6 +120,10 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
 # --- rows -------------------------------------------------------------------------------------
 
 
+def _sized(variables: Any) -> list[jaxprs.Sized]:
+    return [(v.aval.shape, 8 * v.aval.dtype.itemsize) for v in variables]
+
+
 class Ledger:
     """Turns what was told and what the jaxpr holds into rows."""
 
@@ -159,7 +163,7 @@ class Ledger:
             if entry is None:
                 continue
             if f.name in jaxprs.OPAQUE:
-                if jaxprs.may_multiply([v.aval.shape for v in f.eqn.invars]):
+                if jaxprs.may_multiply(_sized(f.eqn.invars), _sized(f.eqn.outvars)):
                     runs[number] = f"kernel {jaxprs.kernel_name(f.eqn)}"
             elif f.name in jaxprs.CONTRACTIONS:
                 most[number] = max(f, most.get(number, f), key=lambda f: f.flops)

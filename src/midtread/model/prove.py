@@ -287,14 +287,19 @@ def read(text: str, asked: Asked | None = None) -> Proof:
     contractions, collectives = [], []
     for visit in hlo.walk(module):
         kind = _kind(visit.value.instruction)
-        shapes = [v.instruction.shape.dims for v in visit.value.operands]
-        if kind == "kernel" and not may_multiply(shapes):
+        operands = [v.instruction.shape for v in visit.value.operands]
+        if kind == "kernel" and not _multiplies(operands, visit.value.instruction):
             continue  # it quantizes, or sorts, or whatever
-        if kind is not None and len(shapes) > 1:
+        if kind is not None and len(operands) > 1:
             contractions.append(_executed(module, visit, kind, asked or {}))
         elif visit.value.instruction.opcode.removesuffix("-start") in COLLECTIVES:
             collectives.append(_collective(module, visit))
     return Proof(tuple(contractions), tuple(collectives))
+
+
+def _multiplies(operands: list[hlo.Shape], kernel: hlo.Instruction) -> bool:
+    sized = lambda shapes: [(s.dims, hlo.bits(s.dtype)) for s in shapes]
+    return may_multiply(sized(operands), sized(kernel.shapes))
 
 
 def _kind(ins: hlo.Instruction) -> str | None:
