@@ -3,28 +3,24 @@
 One small model, the embedded corpus, the same steps, data and seeds for every format; the
 held-out loss of each beside bf16's. Three seeds say what chance does.
 
-    python benchmarks/quality.py [--steps 1000] [--out FOLDER] [key=value ...]
+    python benchmarks/quality.py [--steps 1000] [--seeds 0,1,2] [--out FOLDER] [key=value ...]
 
-Needs jax and flax alone (plots if matplotlib is there). Writes quality.json after every
-run, so that a killed one goes on, then quality.md and quality.svg.
+Each seed has a file of its own, quality-<seed>.json, so that seeds may run at the same time
+(`--seeds 0 & --seeds 1 & ...`, one folder). Whoever ends writes the table, quality.md, and
+the picture, quality.svg, of what the folder holds by then. `benchmarks/loop.py` says what is
+needed.
 """
 
 import argparse
-import dataclasses
-import functools
 import json
 import pathlib
 import statistics
-import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+import loop
 
 import midtread as mt
-from midtread.lm import build, data, model, step
-from midtread.lm.config import Config, Model, Training, section
+from midtread.lm import data
+from midtread.lm.config import Config
 
 # name: (what to set, how far its held-out loss may lie from bf16's)
 FORMATS = {
@@ -37,9 +33,8 @@ FORMATS = {
 MODEL = {
     "emb_dim": 256, "num_decoder_layers": 4, "num_query_heads": 4, "num_kv_heads": 4,
     "head_dim": 64, "mlp_dim": 768, "max_target_length": 256, "batch_size": 32,
-    "learning_rate": 2e-3,
+    "learning_rate": 2e-3, "eval_steps": 16,
 }  # fmt: skip
-CHUNK = 50  # steps in one call: the host is out of the way
 
 
 def mxfp4_rules():
@@ -50,129 +45,70 @@ def mxfp4_rules():
     return ({"module_path": "decoder/.*layers.*", "op_names": ("dot_general",), "recipe": recipe},)  # fmt: skip
 
 
-def configure(fields: dict, steps: int, seed: int, extra: dict) -> Config:
-    fields = dict(fields)
+def configure(name: str, sizes: dict) -> Config:
+    fields = dict(FORMATS[name][0])
     if fields.pop("mxfp4", False):
         fields["quant"] = mxfp4_rules()
-    base = {**MODEL, "steps": steps, "seed": seed, "eval_steps": 16, **extra}
-    return Config(**{**base, **fields})
+    return Config(**{**sizes, **fields})
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def chunk(how: step.How, state: step.State, random, batches):
-    one = lambda state, batch: step.run(how, state, random, batch)
-    return jax.lax.scan(one, state, batches)
-
-
-def train_once(config: Config, net: nnx.Module, splits: data.Splits) -> dict:
-    """Losses of a run, and its held-out loss at the end. `net` is what every seed of a
-    format shares, so that it is compiled once; its weights are made anew."""
-    m, t = section(config, Model), section(config, Training)
-    nnx.update(net, nnx.state(model.create(m, config.seed), nnx.Param))
-    state, parts = step.initial(net, t)
-    how = step.How(m, t, parts.graph, 0, None)
-    order = np.random.default_rng(config.seed).permutation(len(splits.train))
-    losses, seconds = [], 0.0
-    for first in range(0, config.steps, CHUNK):
-        count = min(CHUNK, config.steps - first)
-        start = first * config.batch_size
-        rows = [
-            order[(start + i) % len(order)] for i in range(count * config.batch_size)
-        ]
-        flat = data.stack([splits.train[r] for r in rows])
-        shape = (count, config.batch_size, config.max_target_length)
-        batches = {k: jnp.asarray(v.reshape(shape)) for k, v in flat.items()}
-        started = time.perf_counter()
-        state, metrics = chunk(how, state, parts.random, batches)
-        losses += np.asarray(metrics["loss"]).tolist()
-        seconds += (time.perf_counter() - started) * (first > 0)
-    judged = step.mean_loss(
-        step.make_eval(parts),
-        state.learned,
-        state.kept,
-        data.held_out(splits.held_out, config),
-    )
-    per_step = seconds / max(config.steps - CHUNK, 1)
-    return {"losses": losses, "eval_loss": judged, "ms_per_step": 1000 * per_step}
-
-
-def table(done: dict, steps: int, about: dict, seeds: int) -> str:
-    mean = lambda name: statistics.mean(r["eval_loss"] for r in done[name])
+def table(books: list[dict]) -> str:
+    found = lambda name: [b["runs"][name] for b in books if name in b["runs"]]
+    mean = lambda name: statistics.mean(r["eval_loss"] for r in found(name))
     lines = [
-        (
-            f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {steps} steps, {seeds} "
-            f"seeds; corpus of {about['bytes']:,} bytes, sha256 {about['sha256'][:12]}."
-        ),
+        f"{loop.title(books[0])} {books[0]['what']['steps']} steps, {len(books)} seeds.",
         "",
-        "| format | held-out loss, mean of seeds | each seed | gap to bf16 | allowed | ms per step |",
-        "|---|---|---|---|---|---|",
+        "| format | held-out loss, mean of seeds | each seed | gap to bf16 | allowed | ms per step | compiling, s |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, runs in done.items():
+    for name, (_, bound) in FORMATS.items():
+        if not found(name) or not found("bf16"):
+            continue
         gap = mean(name) / mean("bf16") - 1
-        bound = FORMATS[name][1]
         allowed = "" if bound is None else f"{100 * bound:.1f}%"
         verdict = "" if bound is None else (" ok" if gap <= bound else " MISSED")
-        each = ", ".join(f"{r['eval_loss']:.4f}" for r in runs)
-        speed = statistics.mean(r["ms_per_step"] for r in runs)
+        each = ", ".join(f"{r['eval_loss']:.4f}" for r in found(name))
+        speed, wait = (
+            statistics.median(r[key] for r in found(name))
+            for key in ("ms_per_step", "compile_seconds")
+        )
         lines.append(
             f"| {name} | {mean(name):.4f} | {each} | {100 * gap:+.2f}%{verdict} | "
-            f"{allowed} | {speed:.1f} |"
+            f"{allowed} | {speed:.1f} | {wait:.0f} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def draw(done: dict, path: pathlib.Path) -> None:
-    try:
-        from midtread.report import plot
-    except ImportError:
-        return
-    curves = {
-        name: [
-            {"step": i, "loss": statistics.mean(r["losses"][i] for r in runs)}
-            for i in range(len(runs[0]["losses"]))
-        ]
-        for name, runs in done.items()
-    }
-    for name, lines in curves.items():
-        lines[-1]["eval_loss"] = statistics.mean(r["eval_loss"] for r in done[name])
-    try:
-        path.write_text(plot.svg(curves))
-    except ImportError:
-        print("no matplotlib: no picture")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     parser.add_argument("keys", nargs="*", help="sizes, e.g. emb_dim=64")
     args = parser.parse_args()
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(Config)}
-    extra = {k: kinds[k](v) for k, v in (word.split("=") for word in args.keys)}
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / "quality.json"
-    what = {"steps": args.steps, **MODEL, **extra}
-    held = json.loads(file.read_text()) if file.exists() else {"what": what, "runs": {}}
-    if held["what"] != what:
-        raise SystemExit(f"{file} is of other sizes: choose another --out.")
-    splits = data.splits(configure({}, args.steps, 0, extra))
+    sizes = {**MODEL, "steps": args.steps, **loop.read_words(args.keys)}
+    splits = data.splits(configure("bf16", sizes))
+    books = {
+        int(seed): loop.Book(args.out / f"quality-{seed}.json", sizes, splits.about)
+        for seed in args.seeds.split(",")
+    }
     for name in args.formats.split(","):
-        runs = held["runs"].setdefault(name, [])
-        first = configure(FORMATS[name][0], args.steps, 0, extra)
-        net = build.for_training(first, model.create(section(first, Model)))
-        for seed in range(len(runs), args.seeds):
-            started = time.perf_counter()
-            config = dataclasses.replace(first, seed=seed)
-            runs.append(train_once(config, net, splits))
-            took = time.perf_counter() - started
-            loss = runs[-1]["eval_loss"]
-            print(f"{name}, seed {seed}: {loss:.4f} in {took:.0f} s", flush=True)
-            file.write_text(json.dumps(held))
-    text = table(held["runs"], args.steps, splits.about, args.seeds)
+        missing = [seed for seed, book in books.items() if name not in book.runs]
+        if not missing:
+            continue
+        by = loop.trainer(configure(name, sizes), splits)
+        loop.say(f"{name}: compiled in {by.compile_seconds:.0f} s")
+        for seed in missing:
+            start = by.start(seed)
+            _, run = loop.train(by, name, start, seed, args.steps, every=200)
+            books[seed].keep(name, run)
+    files = sorted(args.out.glob("quality-*.json"))
+    held = [json.loads(file.read_text()) for file in files]
+    text = table(held)
     (args.out / "quality.md").write_text(text)
-    draw(held["runs"], args.out / "quality.svg")
+    curves = {n: [b["runs"][n] for b in held if n in b["runs"]] for n in FORMATS}
+    loop.draw({n: runs for n, runs in curves.items() if runs}, args.out / "quality.svg")
     print(text)
 
 

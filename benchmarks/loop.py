@@ -1,0 +1,191 @@
+"""Loop: short trainings beside each other, for quality.py and convergence.py.
+
+    net, steps, data and seeds alike; what differs is the format
+
+Fifty steps are one call, so that the host is out of the way, and compiling is timed apart
+from them. jax, flax, optax and pyyaml are enough. A `Book` is a JSON file that is written
+after every run: a study that was killed goes on where it stopped, and its table can be made
+on another machine than the one that computed.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from flax import nnx
+
+from midtread.lm import build, data, model, settings, step
+from midtread.lm.config import Config, Model, Training, section
+
+AT_ONCE = 50  # steps in one call
+
+
+def shipped(name: str) -> dict[str, Any]:
+    """The keys of a config that comes with the package."""
+    return yaml.safe_load((settings.SHIPPED / f"{name}.yml").read_text())
+
+
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """`["emb_dim=64"]` as keys of a Config."""
+    kinds = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+    return {k: kinds[k](v) for k, v in (word.split("=", 1) for word in words)}
+
+
+# --- results, as they come --------------------------------------------------------------------
+
+
+class Book:
+    """What was run: `{"what": sizes, "where": device, "data": corpus, "runs": {...}}`."""
+
+    def __init__(self, path: pathlib.Path, what: dict, about: dict):
+        self.path, what = path, json.loads(json.dumps(what))
+        device = jax.devices()[0].device_kind
+        where = {"device": device, "jax": jax.__version__, "date": time.strftime("%F")}
+        new = {"what": what, "where": where, "data": about, "runs": {}}
+        self.held = json.loads(path.read_text()) if path.exists() else new
+        if self.held["what"] != what:
+            raise SystemExit(f"{path} is of other sizes: choose another --out.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def runs(self) -> dict[str, dict]:
+        return self.held["runs"]
+
+    def keep(self, name: str, run: dict) -> None:
+        self.runs[name] = run
+        self.path.write_text(json.dumps(self.held))
+
+
+def title(held: Mapping[str, Any]) -> str:
+    """Where and on what a book's runs were made."""
+    where, about = held["where"], held["data"]
+    return (
+        f"{where['device']}, jax {where['jax']}, {where['date']}; corpus of "
+        f"{about['bytes']:,} bytes, sha256 {about['sha256'][:12]}."
+    )
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _steps(how: step.How, state: step.State, random, batches):
+    one = lambda state, batch: step.run(how, state, random, batch)
+    return jax.lax.scan(one, state, batches)
+
+
+class Trainer(NamedTuple):
+    """A model in a format, compiled; every seed uses the same."""
+
+    config: Config
+    parts: step.Parts
+    run: Callable  # state, random, batches -> state, metrics
+    compile_seconds: float
+    splits: data.Splits
+    judged_by: list[dict]
+
+    def start(self, seed: int) -> step.State:
+        """Weights of their own for a seed, moments of zero."""
+        net = self.parts.whole()
+        fresh = model.create(section(self.config, Model), seed)
+        nnx.update(net, nnx.state(fresh, nnx.Param))
+        return step.initial(net, section(self.config, Training))[0]
+
+    def judge(self, state: step.State) -> float:
+        evaluate = step.make_eval(self.parts)
+        return step.mean_loss(evaluate, state.learned, state.kept, self.judged_by)
+
+
+def trainer(config: Config, splits: data.Splits) -> Trainer:
+    m, t = section(config, Model), section(config, Training)
+    net = build.for_training(config, model.create(m))
+    state, parts = step.initial(net, t)
+    how = step.How(m, t, parts.graph, 0, None)
+    batches = _batches(splits.train, config, seed=0, first=0)
+    started = time.perf_counter()
+    run = _steps.lower(how, state, parts.random, batches).compile()
+    took = time.perf_counter() - started
+    judged_by = jax.device_put(data.held_out(splits.held_out, config))
+    return Trainer(config, parts, run, took, splits, judged_by)
+
+
+def at_once(config: Config) -> int:
+    return math.gcd(AT_ONCE, config.steps)
+
+
+def _batches(rows: data.Rows, config: Config, seed: int, first: int) -> dict:
+    """Those of a call that begins with step `first`, in the order of a seed."""
+    count, size = at_once(config), config.batch_size
+    order = np.random.default_rng(seed).permutation(len(rows))
+    chosen = order[np.arange(first * size, (first + count) * size) % len(order)]
+    flat = data.stack([rows[r] for r in chosen])
+    return {k: jnp.asarray(v.reshape(count, size, -1)) for k, v in flat.items()}
+
+
+def train(
+    by: Trainer, name: str, state: step.State, seed: int, stop: int, every: int
+) -> tuple[step.State, dict]:
+    """Goes on from `state` until step `stop`; judged every so many steps, and at the end.
+
+    The record has the loss of each step, and (step, seconds of training, held-out loss).
+    """
+    first, losses, judged, seconds = int(state.step), [], [], 0.0
+    for begin in range(first, stop, at_once(by.config)):
+        batches = jax.block_until_ready(
+            _batches(by.splits.train, by.config, seed, begin)
+        )
+        started = time.perf_counter()
+        state, metrics = by.run(state, by.parts.random, batches)
+        losses += np.asarray(metrics["loss"]).tolist()
+        seconds += time.perf_counter() - started
+        done = begin + at_once(by.config)
+        if done == stop or done % every == 0:
+            judged.append((done, seconds, by.judge(state)))
+            say(f"{name}, seed {seed}: step {done} of {stop}, loss {losses[-1]:.4f}, "
+                f"held out {judged[-1][2]:.4f}, {seconds:.1f} s")  # fmt: skip
+    record = {
+        "first": first,
+        "losses": losses,
+        "judged": judged,
+        "eval_loss": judged[-1][2],
+        "ms_per_step": 1000 * seconds / (stop - first),
+        "compile_seconds": by.compile_seconds,
+    }
+    return state, record
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%T')} {text}", flush=True)
+
+
+# --- a picture --------------------------------------------------------------------------------
+
+
+def draw(curves: Mapping[str, Sequence[dict]], path: pathlib.Path) -> None:
+    """Loss curves, each the mean of its runs, if matplotlib is there."""
+    mean = lambda values: sum(values) / len(values)
+    lines = {}
+    for name, runs in curves.items():
+        first, count = runs[0]["first"], len(runs[0]["losses"])
+        made = [
+            {"step": first + i, "loss": mean([r["losses"][i] for r in runs])}
+            for i in range(count)
+        ]
+        for i, (at, _, _) in enumerate(runs[0]["judged"]):
+            made[at - first - 1]["eval_loss"] = mean([r["judged"][i][2] for r in runs])
+        lines[name] = made
+    try:
+        from midtread.report import plot
+
+        path.write_text(plot.svg(lines))
+    except ImportError:
+        print("no matplotlib: no picture")
