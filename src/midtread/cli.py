@@ -48,15 +48,18 @@ def _quantize(words: Sequence[str]) -> None:
 
 
 def _generate(words: Sequence[str]) -> None:
-    from midtread.lm import convert, data, settings
+    from midtread.lm import checkpoint, convert, settings
     from midtread.lm.config import require
     from midtread.lm.generate import generate
+    from midtread.lm.tokenizer import tokenizer
     from midtread.report.terminal import Terminal
 
     terminal, found = Terminal(), settings.load_checkpoints(words)
     require(len(found) == 1, "generate takes one checkpoint at a time.")
     ((path, config),) = found
-    codec, model = data.tokenizer(config), convert.load(config, path)
+    codec = tokenizer(config)
+    checkpoint.require_same_tokenizer(path, codec)
+    model = convert.load(config, path)
     terminal.stream(config.prompt[0])
     made = generate(model, codec, config, on_text=terminal.stream)
     terminal.stream("\n")
@@ -178,14 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     verb, rest = words[0], words[1:]
     if verb not in COMMANDS:
-        import difflib
+        from midtread.model.rules import did_you_mean
 
-        near = difflib.get_close_matches(verb, COMMANDS, 1)
-        hint = (
-            f"Did you mean {near[0]!r}?"
-            if near
-            else f"There are: {', '.join(COMMANDS)}."
-        )
+        hint = did_you_mean(verb, COMMANDS)
         print(f"error: unknown verb {verb!r}. {hint}", file=sys.stderr)
         return 2
     try:

@@ -18,6 +18,7 @@ from midtread.lm.config import (
     UsageError,
     section,
 )
+from midtread.providers.delayed import DelayedFp8Provider
 from tests.lm.curves import CASES, PATH, curve
 
 ORDINARY = {"int8 (qwix)", "fp8"}
@@ -136,6 +137,20 @@ def test_calibration_keys():
     assert dense.act_calibration_method == "fixed,-224,224"
 
 
+@pytest.mark.parametrize("value", ["fp8_gpu", "fp8_nanoo"])
+def test_delayed_scaling_honours_them_too(value):
+    config = settings.load(
+        [*DENSE, f"quantization={value}", "quantization_calibration_method=rms,7",
+         "act_quantization_calibration_method=fixed,-224,224",
+         "bwd_quantization_calibration_method=absmax,0.9"])  # fmt: skip
+    (rule,) = quantization.rules(config)
+    assert rule.weight_calibration_method == "rms,7"
+    assert rule.act_calibration_method == "fixed,-224,224"
+    assert rule.bwd_calibration_method == "absmax,0.9"
+    assert "act fixed,-224,224: one constant scale" in build.mode(config)
+    assert isinstance(quantization.provider(config), DelayedFp8Provider)
+
+
 def test_local_shards_cut_the_weight_gradient():
     (rule,) = quantization.rules(
         settings.load([*DENSE, "quantization=int8", "use_qwix_quantization=true",
@@ -168,8 +183,10 @@ REFUSED = {
     "calibration of nothing": (["bwd_quantization_calibration_method=absmax"], "drop one"),
     "a bad calibration": (
         ["quantization=fp8_full", "quantization_calibration_method=absmaxx"], "unknown calibration"),
-    "delayed and fixed": (
-        ["quantization=fp8_gpu", "weight_quantization_calibration_method=fixed,1"], "fp8_gpu"),
+    "delayed and asymmetric": (
+        ["quantization=fp8_gpu", "weight_quantization_calibration_method=minmax"], "around 0"),
+    "delayed elsewhere": (
+        ["quantization=fp8", "weight_quantization_calibration_method=fixed,1"], "aqt route"),
     "no float gradient on Qwix's": (
         ["quantization=int8", "use_qwix_quantization=true", "quantization_local_shard_count=0"],
         "AQT route"),
@@ -190,7 +207,7 @@ REFUSED = {
         ["quantization=int8", "logits_via_embedding=false", "quantize_logits_proj=true",
          "quant_reach=maxtext"], "quant_reach=all"),
     "a head of nothing": (["logits_via_embedding=false", "quantize_logits_proj=true"], "set quantization"),
-    "a mesh": (["quantization=int8", "replicate_quant_scale=true"], "drop it"),
+    "scales of training": (["quantization=int8", "replicate_quant_scale=true"], "generate and eval"),
     "a rule's field": (["quant=[{weight_qtipe: int8}]"], "weight_qtype"),
     "a rule that matches nothing": (["quant=[{module_path: nothing, weight_qtype: int8}]"], "nothing"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from flax import nnx
 import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
-from midtread.lm import cache, convert, data, model, settings
+from midtread.lm import build, cache, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.generate import Sampling, choose, generate
 from midtread.lm.manual import manual_quantize
@@ -60,6 +60,44 @@ def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     np.testing.assert_array_equal(
         call(stored, tokens).logits, call(in_memory, tokens).logits
     )
+
+
+def test_an_fp8_weight_is_served_as_it_is_trained():
+    """serve_fp8_weight: one scale per weight, one per token, as in the recipe's forward."""
+    words = ["dtype=float32", "quantization=serve_fp8_weight"]
+    config = settings.load([*WORDS, *words])
+    trained = build.for_training(config, model.create(section(config, Model)))
+    served = convert.in_memory(config, model.create(section(config, Model)))
+    stored = served.decoder.layers.mlp.wo.kernel.array
+    assert stored.qvalue.dtype == jnp.float8_e4m3fn and stored.scale.size == 1
+    tokens = jnp.asarray([[1, 2, 3, 4]])
+    np.testing.assert_allclose(
+        call(trained, tokens).logits, call(served, tokens).logits, atol=1e-5
+    )
+
+
+def test_weights_are_served_from_a_mesh(run):
+    """Cut like the float ones; scales too, or whole on every device."""
+    made = {}
+    for words in (
+        "",
+        "mesh=fsdp:4,data:2",
+        "mesh=fsdp:4,data:2 replicate_quant_scale=true",
+    ):
+        words = [run, "quantization=int8w", "max_new_tokens=4", *words.split()]
+        ((_, config),) = settings.load_checkpoints(words)
+        net = convert.load(config, run)
+        kernel = net.decoder.layers.mlp.wo.kernel.array
+        made[len(words)] = (
+            generate(net, data.tokenizer(config), config).tokens,
+            kernel.qvalue[...].sharding.shard_shape(kernel.qvalue.shape)[-1],
+            kernel.scale[...].sharding.shard_shape(kernel.scale.shape)[-1],
+        )
+    one, cut, whole = (made[n] for n in (3, 4, 5))
+    width = one[1]
+    assert cut[1:] == (width // 4, width // 4) and whole[1:] == (width // 4, width)
+    for other in (cut, whole):
+        np.testing.assert_array_equal(one[0], other[0])
 
 
 def test_quantizing_holds_one_float_parameter(run, monkeypatch, tmp_path):
@@ -127,6 +165,10 @@ def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
     assert "no such file: nowhere.tflite" in capsys.readouterr().err
 
 
+TOKENIZER = json.dumps(
+    {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "a",
+     "vocab": {"a": 0, "</s>": 1}}}
+)  # fmt: skip
 WRONG = {
     "no checkpoint": (["generate"], "which checkpoint?"),
     "nowhere": (["eval", "load_parameters_path=/nowhere"], "/nowhere"),
@@ -136,6 +178,20 @@ WRONG = {
     "twice": (["quantize", "{run}-int8w", "quantization=int8w"], "quantized already"),
     "another model": (["generate", "{run}", "emb_dim=64"], "{run}"),
     "vocabulary": (["generate", "{run}", "vocab_size=200"], "has 257 tokens"),
+    "a mesh": (
+        ["quantize", "{run}", "quantization=int4w", "mesh=fsdp:8"],
+        "one device",
+    ),
+    "too many devices": (["generate", "{run}", "mesh=fsdp:16"], "there are 8"),
+    "another tokenizer": (
+        [
+            "generate",
+            "{run}",
+            "tokenizer_type=huggingface",
+            "tokenizer_path={run}/t.json",
+        ],
+        "trained with another tokenizer (byte)",
+    ),
     "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),
 }
 
@@ -145,6 +201,7 @@ def test_what_is_wrong_is_one_line(run, case, capsys):
     if not convert.is_quantized(f"{run}-int8w"):
         cli.main(["quantize", run, "quantization=int8w"])
         capsys.readouterr()
+        pathlib.Path(run, "t.json").write_text(TOKENIZER)
     words, expected = WRONG[case]
     assert cli.main([w.format(run=run) for w in words]) == 2
     error = capsys.readouterr().err
@@ -162,7 +219,8 @@ SMALL = {
     "mlp_dim": 32,
 }
 MLA = {**SMALL, "attention_type": "mla", "num_experts": 4, "num_experts_per_tok": 2,
-       "first_num_dense_layers": 1, "moe_mlp_dim": 16, "routed_score_func": "sigmoid"}  # fmt: skip
+       "first_num_dense_layers": 1, "moe_mlp_dim": 16, "routed_score_func": "sigmoid",
+       "rope_scaling": "yarn,factor:4,original_max_position_embeddings:4,mscale_all_dim:1"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", [SMALL, MLA], ids=["gqa", "mla"])

@@ -17,7 +17,7 @@ from flax import nnx
 
 from midtread import cli
 from midtread.lm import build, data, model, settings, step
-from midtread.lm.config import Model, Training, UsageError, section
+from midtread.lm.config import Model, Training, section
 from midtread.lm.train import Diverged, check_loss, read, train
 
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
@@ -133,6 +133,12 @@ def test_a_folder_is_not_overwritten(whole, tmp_path, capsys):
     words = [*SMALL, f"base_output_directory={whole.folder.parent}", "run_name=a"]
     assert cli.main(["train", *words, "learning_rate=0.5"]) == 2
     assert "learning_rate=0.01, now learning_rate=0.5" in capsys.readouterr().err
+    about = whole.folder / "data.json"
+    before = about.read_text()
+    about.write_text(before.replace('"sha256": "', '"sha256": "0'))
+    assert cli.main(["train", *words, "learning_rate=0.01"]) == 2
+    assert "holds a run on other data: sha256 was 0" in capsys.readouterr().err
+    about.write_text(before)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("mine")
     assert (
@@ -245,114 +251,6 @@ def test_adamw_is_optax(key):
     ours, _ = tx.update(params, tx.init(params), params)
     theirs, _ = ref.update(params, ref.init(params), params)
     np.testing.assert_array_equal(ours["w"], theirs["w"])
-
-
-# --- data -------------------------------------------------------------------------------------
-
-
-def test_rows_keep_documents_apart():
-    tokens = np.array([1, 2, 9, 3, 4, 5, 9, 6, 9])
-    rows = data.Rows(tokens, np.array([0, 3, 7]), 4, packed=True)
-    assert len(rows) == 2
-    first = {k: v.tolist() for k, v in rows[0].items()}
-    assert first["inputs"] == [1, 2, 9, 3] and first["targets"] == [2, 9, 3, 4]
-    assert first["segments"] == [1, 1, 1, 2] and first["positions"] == [0, 1, 2, 0]
-    assert first["mask"] == [1, 1, 0, 1]  # 9 -> 3 crosses into another document
-    padded = data.Rows(tokens, np.array([0, 3, 7]), 4, packed=False)
-    assert [r["inputs"].tolist() for r in (padded[0], padded[1])] == [
-        [1, 2, 0, 0], [3, 4, 5, 0]]  # fmt: skip
-    assert padded[0]["mask"].tolist() == [1, 1, 0, 0]
-
-
-def test_packing_changes_no_prediction():
-    """A document's logits are the same alone and behind another."""
-    net = model.create(Model(dtype="float32", num_decoder_layers=2))
-    call = nnx.jit(lambda net, *a, **k: net(*a, **k))
-    alone = call(net, jnp.array([[5, 6, 7, 8]])).logits
-    both = call(
-        net,
-        jnp.array([[1, 2, 5, 6, 7, 8]]),
-        positions=jnp.array([[0, 1, 0, 1, 2, 3]]),
-        segments=jnp.array([[1, 1, 2, 2, 2, 2]]),
-    ).logits
-    np.testing.assert_allclose(both[:, 2:], alone, atol=1e-5)
-
-
-def test_the_corpus_is_the_standard_library():
-    documents = data.corpus()
-    assert documents.about["files"] > 300
-    assert not any(
-        "def test_" in t and "unittest.TestCase" in t for t in documents.texts[:50]
-    )
-    assert documents.about["sha256"] == data.corpus().about["sha256"]
-
-
-def test_files_of_text(tmp_path, capsys):
-    lines = [
-        f"line {i} of a text that is long enough to be cut\n" * 3 for i in range(40)
-    ]
-    (tmp_path / "a.txt").write_text("".join(lines))
-    (tmp_path / "b.jsonl").write_text(
-        "".join(json.dumps({"text": x}) + "\n" for x in lines)
-    )
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": lines}), tmp_path / "c.parquet")
-    for kind, name in (
-        ("text", "a.txt"),
-        ("jsonl", "b.jsonl"),
-        ("parquet", "c.parquet"),
-    ):
-        c = settings.load(
-            ["tiny", f"dataset_type={kind}", f"dataset_path={tmp_path / name}"]
-        )
-        splits = data.splits(c)
-        assert splits.about["bytes"] == sum(map(len, lines))
-        text = bytes(splits.train[0]["inputs"][:20].tolist()).decode()
-        assert text.startswith("line 0 of a text")
-    words = ["tiny", "dataset_type=jsonl", f"dataset_path={tmp_path / 'b.jsonl'}"]
-    with pytest.raises(UsageError, match="no field text_field=body; it has text"):
-        data.splits(settings.load([*words, "text_field=body"]))
-    with pytest.raises(UsageError, match="no such file"):
-        data.splits(settings.load([*words[:2], "dataset_path=/nowhere/x"]))
-
-
-def test_tokenizers(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<unk>", "</s>"], vocab_size=60
-    )
-    made.train_from_iterator(["some words and some more words"], trainer)
-    path = str(tmp_path / "tokenizer.json")
-    made.save(path)
-    words = ["tiny", "tokenizer_type=huggingface", f"tokenizer_path={path}"]
-    codec = data.tokenizer(settings.load(words))
-    assert codec.end == 1 and "words" in codec.decode(codec.encode("words"))
-    with pytest.raises(UsageError, match="vocab_size=8: write vocab_size="):
-        data.tokenizer(settings.load([*words, "vocab_size=8"]))
-    (tmp_path / "bad.json").write_text("{")
-    for bad in ("bad.json", "none.json"):
-        with pytest.raises(UsageError, match=bad):
-            data.tokenizer(
-                settings.load([*words[:2], f"tokenizer_path={tmp_path / bad}"])
-            )
-
-
-def test_batches_come_in_the_same_order_and_go_on(tmp_path):
-    c = config(tmp_path)
-    rows = data.splits(c).train
-    first = data.batches(rows, c)
-    seen = [next(first)["inputs"] for _ in range(3)]
-    state = first.get_state()
-    after = next(first)["inputs"]
-    again = data.batches(rows, c)
-    np.testing.assert_array_equal(next(again)["inputs"], seen[0])
-    again.set_state(state)
-    np.testing.assert_array_equal(next(again)["inputs"], after)
-    assert not np.array_equal(seen[0], seen[1])
 
 
 def test_weights_know_their_axes():

@@ -70,6 +70,72 @@ def test_new_state_is_the_gradient_of_the_old(key):
     )
 
 
+WHAT_A_HISTORY_HOLDS = {
+    "absmax,0.5": lambda x: 0.5 * amax(x),
+    "rms,3": lambda x: 3 * np.sqrt(np.mean(np.square(x))),
+    "percentile,100": amax,
+}
+
+
+@pytest.mark.parametrize("method", WHAT_A_HISTORY_HOLDS)
+def test_a_history_is_of_what_the_calibration_sees(key, method):
+    x = jax.random.normal(key, (4, 16))
+    fields = (
+        "weight_calibration_method",
+        "act_calibration_method",
+        "bwd_calibration_method",
+    )
+    rule = {**RULE, **dict.fromkeys(fields, method)}
+    model = mt.quantize_model(nn.Dense(8), DelayedFp8Provider([rule], history=2))
+    variables, weights = model.init(key, x), jax.random.normal(key, (4, 8))
+    grads = jax.grad(lambda v: (model.apply(v, x) * weights).sum())(variables)
+    state, kernel = grads[STATE]["dot_general0"], variables["params"]["kernel"]
+    for name, value in (("input", x), ("kernel", kernel), ("output_grad", weights)):
+        seen = WHAT_A_HISTORY_HOLDS[method](value)
+        np.testing.assert_allclose(state[f"{name}_amax_history"], [seen, 0], rtol=1e-6)
+
+
+def test_a_fixed_range_needs_no_history(key):
+    """A constant scale from the first step, no gradient beyond it, state left alone."""
+    x = 3 * jax.random.normal(key, (4, 16))
+    rule = {**RULE, "act_calibration_method": "fixed,-2,2"}
+    rule["additional_qt_config"] = {"drhs_grad_calibration_method": "fixed,16"}
+    model = mt.quantize_model(nn.Dense(8), DelayedFp8Provider([rule], history=2))
+    variables = model.init(key, x)
+    loss = lambda v, x: model.apply(v, x).sum()
+    grads, dx = jax.grad(loss, (0, 1))(variables, x)
+    state = grads[STATE]["dot_general0"]
+    assert state["input_scale"] == 1 and not state["input_amax_history"].any()
+    assert state["kernel_amax_history"][0] > 0  # weights have one
+    assert state["output_grad_amax_history"][0] == 1  # dlhs does, drhs does not
+    assert (np.asarray(dx == 0) == np.asarray(jnp.abs(x) > 2)).all()
+    seen = mt.dequantize(mt.quantize(x, "e4m3", calibration_method="fixed,2"))
+    kernel = variables["params"]["kernel"]
+    codes = kernel.astype(jnp.float8_e4m3fn).astype(jnp.float32)  # its scale is still 1
+    np.testing.assert_allclose(model.apply(variables, x), seen @ codes, rtol=1e-5)
+    dkernel = grads["params"]["kernel"]  # 1 is a code of a scale of 16 / 57344
+    np.testing.assert_allclose(
+        dkernel, seen.sum(0)[:, None] * np.ones((1, 8)), rtol=0.13
+    )
+
+
+@pytest.mark.parametrize(
+    "fields,expected",
+    [
+        ({"act_calibration_method": "minmax"}, "around 0"),
+        ({"weight_calibration_method": "fixed,-1,2"}, "around 0"),
+        (
+            {"additional_qt_config": {"drhs_grad_calibration_method": "rms,3"}},
+            "one history",
+        ),
+        ({"additional_qt_config": {"lhs_qtype": "int8"}}, "lhs_qtype"),
+    ],
+)
+def test_calibrations_that_have_no_history_are_refused(fields, expected):
+    with pytest.raises(ValueError, match=expected):
+        DelayedFp8Provider([{**RULE, **fields}])
+
+
 @pytest.mark.parametrize("margin, rtol", [(0, 1e-6), (2, 2**-6)])
 def test_scales_are_used_with_their_margin(key, margin, rtol):
     """When the last step saw what this one sees, it is te_fp8_current; but for the small

@@ -36,7 +36,7 @@ def measure(config: Config, name: str) -> Timed:
     m, t = section(config, Model), section(config, Training)
     config = dataclasses.replace(config, dataset_type="synthetic")
     layout = layout_of(config)
-    batch = data.held_out(data.splits(config).train, config)[0]
+    batch = next(data.batches(data.splits(config).train, config))
     batch = layout.place_batch(batch) if layout else jax.device_put(batch)
     model = build.for_training(config, models.create(m, config.seed, layout))
     state, parts = step.initial(model, t, layout=layout)

@@ -10,6 +10,7 @@ the device it is on; one that does not match, or does not read, is put aside and
 and the checkpoint before it is used.
 """
 
+import json
 import logging
 import pathlib
 import shutil
@@ -21,6 +22,7 @@ from flax import nnx
 
 from midtread.lm.config import Config, Model, UsageError, keys, require
 from midtread.lm.step import State
+from midtread.lm.tokenizer import Tokenizer
 
 
 def params_of(learned: nnx.State) -> dict[str, Any]:
@@ -209,6 +211,26 @@ def require_same_model(config: Config, path: str) -> None:
             here == there or name in free,
             f"{path} is from another model: {name}={there} there, {name}={here} here.",
         )
+
+
+def read_about(file: pathlib.Path) -> dict[str, Any]:
+    """A run's data.json; {} if there is none."""
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        raise UsageError(f"{file} does not read as JSON: remove it.") from None
+
+
+def require_same_tokenizer(path: str, codec: Tokenizer) -> None:
+    """Refuses numbers that meant other words to the model."""
+    file = locate(path)[1].parent / "data.json"
+    about = read_about(file) or {"tokenizer": "none"}
+    there = about.get("tokenizer_sha256", "")
+    require(
+        about["tokenizer"] == "none" or there == codec.digest,
+        f"{path} was trained with another tokenizer ({about['tokenizer']}) than "
+        f"{codec.name}: drop tokenizer_type and tokenizer_path.",
+    )
 
 
 def load_weights(path: str, like: nnx.State) -> nnx.State:

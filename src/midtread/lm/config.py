@@ -85,6 +85,9 @@ class Model:
     head_dim: int = key(32, "width of a head", at_least=2)
     mlp_dim: int = key(384, "inner width of the MLP", at_least=1)
     rope_max_timescale: float = key(10000.0, "base of the rotary embedding", above=1)
+    rope_scaling: str = key(
+        "", "for longer texts than pretraining's: 'yarn,factor:40,...' or 'llama3,...'"
+    )
     normalization_layer_epsilon: float = key(1e-6, "inside RMSNorm", above=0)
     use_qk_norm: bool = key(False, "RMSNorm of queries and keys, per head (Qwen3)")
     logits_via_embedding: bool = key(True, "the head is the embedding, transposed")
@@ -232,7 +235,9 @@ class Quantization:
     )  # fmt: skip
     constant_bound_config: str = key("", "aqt_fp8_full: six bounds, comma-separated")
     quant_cfg_path: str = key("", "intmp: its JSON file, or the name of a shipped one")
-    replicate_quant_scale: bool = key(False, "keep rank-1 scales whole on every device")
+    replicate_quant_scale: bool = key(
+        False, "generate, eval: every device of a mesh has all scales, one per channel"
+    )
     weight_sparsity_n: int | None = key(None, "fp8_full: keep n of every m weights")
     weight_sparsity_m: int | None = key(None, "fp8_full: see weight_sparsity_n")
     weight_sparsity_start_step: int = key(50, "first step that prunes", at_least=0)

@@ -8,9 +8,11 @@ float weights no more:
     <folder>/config.yml    the model, and `quantization`, which says how to read the rest
             /params        codes and scales, every file with its digest (interop/orbax.py)
             /sizes.json    bytes of weights, before and after
+            /data.json     what the float weights were trained on
 
 `load` builds the same model from shapes and puts the arrays into it: what then runs is
-what quantizing in memory would have given, bit for bit. A damaged file is refused.
+what quantizing in memory would have given, bit for bit. A damaged file is refused. With a
+mesh, every device reads its own part.
 """
 
 import json
@@ -28,6 +30,7 @@ from midtread.lm import checkpoint, quantization, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
 from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.lm.mesh import Layout, serving_layout
 from midtread.model.quantize import quantize_model
 from midtread.providers.ptq import quantize_params
 
@@ -60,15 +63,31 @@ def in_memory(config: Config, model: nnx.Module) -> nnx.Module:
 def load(config: Config, path: str) -> nnx.Module:
     """The model at `path`: a quantized checkpoint as it is; a float one quantized in
     memory if the config asks for it."""
+    layout = serving_layout(config)
     if not is_quantized(path):
-        model = models.abstract(section(config, Model))
+        model = on_devices(layout, models.abstract(section(config, Model)))
         state = nnx.state(model, nnx.Param)
         nnx.update(model, checkpoint.load_weights(path, state))
-        return in_memory(config, model)
+        return on_devices(layout, in_memory(config, model))
     try:
-        return interop.load(pathlib.Path(path) / "params", abstract(config))
+        target = on_devices(layout, abstract(config))
+        return interop.load(pathlib.Path(path) / "params", target)
     except ValueError as error:
         raise UsageError(str(error).splitlines()[0]) from None
+
+
+def on_devices(layout: Layout | None, model: nnx.Module) -> nnx.Module:
+    """The model with its arrays, or the shapes of them, where the mesh has them."""
+    if layout is None:
+        return model
+
+    def put(x: Any, where: jax.sharding.Sharding) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        return jax.device_put(x, where)
+
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(put, state, layout.shardings(state)))
 
 
 def destination(config: Config, source: str) -> pathlib.Path:
@@ -87,6 +106,11 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     require(
         quantization.serving(config),
         "quantize needs quantization: int8w, int4w, int8, fp8 ... or quant.",
+    )
+    require(
+        not config.mesh,
+        f"mesh={config.mesh}: quantize works on one device, one parameter at a time. Drop "
+        "it; generate and eval take it.",
     )
     folder = destination(config, source)
     if folder.exists():
@@ -109,8 +133,14 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
         del param, one
     graph, params, rest = nnx.split(served, nnx.Param, ...)
     nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(made))
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}.") from None
     settings.save(config, folder / "config.yml")
+    about = checkpoint.locate(source)[1].parent / "data.json"
+    if about.is_file():
+        shutil.copy(about, folder / about.name)
     interop.save(folder / "params", nnx.merge(graph, params, rest))
     after = nbytes(made)
     sizes = {"source": source, "float_bytes": before, "bytes": after}

@@ -4,9 +4,10 @@
 
 A row is a window of T tokens of all documents strung together, each ended by the
 tokenizer's end mark; tokens know their document and their place in it, so that none looks
-at, or is predicted from, another document. Rows can be had by number, which is what makes
-the order a function of the seed and a run resumable: grain's iterator says where it
-stands in one number.
+at, or is predicted from, another document (`lm/rows.py`). Rows can be had by number, which
+is what makes the order a function of the seed and a run resumable: grain's iterator says
+where it stands. Documents of a library may be too many to hold: those are had by number,
+and become rows on the way (`lm/stream.py`).
 
 The embedded corpus is the source code of Python's own standard library, there on every
 machine: .py files sorted by name, without folders of tests. Its digest is printed and
@@ -25,94 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from midtread.lm import stream
 from midtread.lm.config import Config, UsageError, require
+from midtread.lm.rows import Batch, Rows, stack
+from midtread.lm.tokenizer import need, tokenizer
 
-Batch = dict[str, np.ndarray]  # inputs, targets, positions, segments, mask: [B, T]
 NO_TESTS = {"test", "tests", "idle_test", "__pycache__", "site-packages"}
-
-
-# --- tokenizers -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokenizer:
-    """Text to numbers and back."""
-
-    name: str
-    size: int
-    end: int  # the mark after a document
-    encode: Any  # str -> sequence of int
-    decode: Any  # sequence of int -> str
-
-
-def _bytes(path: str) -> Tokenizer:
-    encode = lambda text: np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-    plain = lambda ids: bytes(i for i in map(int, ids) if i < 256)
-    return Tokenizer(
-        "byte", 257, 256, encode, lambda i: plain(i).decode(errors="replace")
-    )
-
-
-END_MARKS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
-
-
-def _huggingface(path: str) -> Tokenizer:
-    tokenizers = _need("tokenizers", "tokenizer_type=huggingface")
-    try:
-        held = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # noqa: BLE001  a bare Exception is what the library raises
-        raise UsageError(
-            f"tokenizer_path={path} is no tokenizer.json: {error}."
-        ) from None
-    ends = [held.token_to_id(mark) for mark in END_MARKS]
-    end = next((i for i in ends if i is not None), None)
-    require(
-        end is not None,
-        f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}.",
-    )
-    encode = lambda text: held.encode(text, add_special_tokens=False).ids
-    return Tokenizer(
-        path, held.get_vocab_size(), end, encode, lambda ids: held.decode(list(ids))
-    )
-
-
-def _sentencepiece(path: str) -> Tokenizer:
-    library = _need("sentencepiece", "tokenizer_type=sentencepiece")
-    try:
-        held = library.SentencePieceProcessor(model_file=path)
-    except (RuntimeError, OSError):
-        raise UsageError(f"tokenizer_path={path} is no sentencepiece model.") from None
-    decode = lambda ids: held.decode([int(i) for i in ids])
-    return Tokenizer(path, held.vocab_size(), held.eos_id(), held.encode, decode)
-
-
-TOKENIZERS = {
-    "byte": _bytes,
-    "huggingface": _huggingface,
-    "sentencepiece": _sentencepiece,
-}
-
-
-def tokenizer(config: Config) -> Tokenizer:
-    path = config.tokenizer_path
-    if config.tokenizer_type != "byte":
-        require(os.path.isfile(path), f"tokenizer_path={path}: no such file.")
-    made = TOKENIZERS[config.tokenizer_type](path)
-    require(
-        made.size <= config.vocab_size,
-        f"the tokenizer {made.name} has {made.size} tokens, but vocab_size="
-        f"{config.vocab_size}: write vocab_size={-(-made.size // 8) * 8}.",
-    )
-    return made
-
-
-def _need(module: str, what: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UsageError(f"{what} needs the package {module}: install it.") from None
 
 
 # --- documents --------------------------------------------------------------------------------
@@ -167,13 +86,7 @@ def _text(config: Config) -> Documents:
 def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
     texts, digest = [], hashlib.sha256()
     for number, record in enumerate(records):
-        require(
-            config.text_field in record,
-            f"{where}: record {number} has no field text_field={config.text_field}; it "
-            f"has {', '.join(map(str, record))}.",
-        )
-        text = record[config.text_field]
-        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+        text = stream.text_of(record, config.text_field, f"{where}: record {number}")
         texts.append(text)
         digest.update(text.encode("utf-8", "replace") + b"\0")
     size = sum(len(t.encode("utf-8", "replace")) for t in texts)
@@ -185,9 +98,11 @@ def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
 def _jsonl(config: Config) -> Documents:
     def records():
         for path in _paths(config, ".jsonl"):
-            for number, line in enumerate(path.read_text().splitlines()):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for number, line in enumerate(text.split("\n")):
                 try:
-                    yield json.loads(line)
+                    if line.strip():
+                        yield json.loads(line)
                 except json.JSONDecodeError:
                     raise UsageError(
                         f"{path}, line {number + 1} does not read as JSON."
@@ -197,42 +112,17 @@ def _jsonl(config: Config) -> Documents:
 
 
 def _parquet(config: Config) -> Documents:
-    parquet = _need("pyarrow.parquet", "dataset_type=parquet")
+    parquet = need("pyarrow.parquet", "dataset_type=parquet")
 
     def records():
         for path in _paths(config, ".parquet"):
-            table = parquet.read_table(path)
+            try:
+                table = parquet.read_table(path)
+            except (ValueError, OSError):
+                raise UsageError(f"{path} does not read as parquet.") from None
             yield from table.to_pylist()
 
     return _rows_of(config, records(), config.dataset_path)
-
-
-def _hf(config: Config) -> Documents:
-    datasets = _need("datasets", "dataset_type=hf")
-    try:
-        held = datasets.load_dataset(
-            config.dataset_path, config.dataset_name or None, split="train"
-        )
-    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
-        raise UsageError(
-            f"dataset_type=hf, dataset_path={config.dataset_path}: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    return _rows_of(config, iter(held), config.dataset_path)
-
-
-def _tfds(config: Config) -> Documents:
-    library = _need("tensorflow_datasets", "dataset_type=tfds")
-    name = config.dataset_name or "c4/en:3.1.0"
-    try:
-        held = library.data_source(
-            name, split="train", data_dir=config.dataset_path or None
-        )
-    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
-        raise UsageError(
-            f"dataset_type=tfds, dataset_name={name}: {str(error).splitlines()[0]}"
-        ) from None
-    return _rows_of(config, iter(held), name)
 
 
 SOURCES = {
@@ -240,60 +130,17 @@ SOURCES = {
     "text": _text,
     "jsonl": _jsonl,
     "parquet": _parquet,
-    "hf": _hf,
-    "tfds": _tfds,
 }
 
 
-# --- rows -------------------------------------------------------------------------------------
-
-
-class Rows:
-    """Rows of one split, by number: a source for grain, or for anyone."""
-
-    def __init__(
-        self, tokens: np.ndarray, starts: np.ndarray, length: int, packed: bool
-    ):
-        """`tokens` of all documents, which begin at `starts`."""
-        self.tokens, self.starts, self.length = tokens, starts, length
-        if packed:
-            first = np.arange(max((len(tokens) - 1) // length, 0)) * length
-            self.spans = np.stack([first, first + length + 1], 1)
-        else:
-            ends = np.append(starts[1:], len(tokens))
-            cuts = [np.arange(a, b - 1, length) for a, b in zip(starts, ends)]
-            spans = [
-                np.stack([c, np.minimum(c + length + 1, b)], 1)
-                for c, b in zip(cuts, ends)
-            ]
-            self.spans = np.concatenate(spans) if spans else np.zeros((0, 2), int)
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, number: Any) -> Batch:
-        start, stop = self.spans[int(number)]
-        place = np.arange(start, stop)
-        document = np.searchsorted(self.starts, place, side="right") - 1
-        positions = place - np.maximum(self.starts[document], start)
-        segments = document - document[0] + 1
-        tokens = self.tokens[start:stop].astype(np.int32)
-        inside = segments[1:] == segments[:-1]
-        pad = lambda a: np.pad(a, (0, self.length - len(a))).astype(np.int32)
-        return {
-            "inputs": pad(tokens[:-1]),
-            "targets": pad(tokens[1:]),
-            "positions": pad(positions[:-1]),
-            "segments": pad(segments[:-1]),
-            "mask": pad(inside),
-        }
+# --- splits -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
     """What a run trains on, what it is judged by, and what both are."""
 
-    train: Rows
+    train: Rows | stream.Stream
     held_out: Rows
     about: dict[str, Any]
 
@@ -302,6 +149,8 @@ def splits(config: Config) -> Splits:
     if config.dataset_type == "synthetic":
         return _synthetic(config)
     codec = tokenizer(config)
+    if config.dataset_type in stream.LIBRARIES:
+        return Splits(*stream.splits(config, codec))
     documents = SOURCES[config.dataset_type](config)
     dtype = np.uint16 if codec.size <= 2**16 else np.uint32
     ended = [
@@ -324,7 +173,7 @@ def splits(config: Config) -> Splits:
             f"{config.batch_size}.",
         )
     tokens = sum(map(len, held))
-    about = {**documents.about, "tokenizer": codec.name, "rows": len(rows[0])}
+    about = {**documents.about, **codec.about, "rows": len(rows[0])}
     about |= {
         "held_out_rows": len(rows[1]),
         "bytes_per_token": held_bytes / max(tokens, 1),
@@ -365,14 +214,12 @@ def _synthetic(config: Config) -> Splits:
 # --- batches ----------------------------------------------------------------------------------
 
 
-def stack(rows: Sequence[Batch]) -> Batch:
-    return {k: np.stack([r[k] for r in rows]) for k in rows[0]}
-
-
-def batches(rows: Rows, config: Config) -> Any:
+def batches(rows: Rows | stream.Stream, config: Config) -> Any:
     """Training batches without end: a grain iterator, with get_state and set_state."""
     import grain
 
+    if isinstance(rows, stream.Stream):
+        return iter(rows.rows(config.seed).batch(config.batch_size, batch_fn=stack))
     dataset = grain.MapDataset.source(rows).seed(config.seed)
     if config.dataset_type != "synthetic":
         dataset = dataset.shuffle()

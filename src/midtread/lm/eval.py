@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import convert, data, step
+from midtread.lm import checkpoint, convert, data, step
 from midtread.lm.config import Config, require
 from midtread.lm.train import read
 
@@ -38,6 +38,8 @@ def evaluate(found: list[tuple[str, Config]]) -> list[Judged]:
                 f"{path} cannot be judged by the same text: {name}={there}, but "
                 f"{found[0][0]} has {name}={here}.",
             )
+        if first.dataset_type != "synthetic":
+            checkpoint.require_same_tokenizer(path, data.tokenizer(config))
         out.append(_judge(path, config, batches, splits.about["bytes_per_token"]))
     return out
 

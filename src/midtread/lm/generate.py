@@ -18,7 +18,7 @@ from flax import nnx
 
 from midtread.lm import cache as kv
 from midtread.lm.config import Config, require
-from midtread.lm.data import Tokenizer
+from midtread.lm.tokenizer import Tokenizer
 
 
 class Result(NamedTuple):

@@ -139,6 +139,7 @@ class Layout:
     dtype: str = "bfloat16"  # weights are multiplied in
     split: int = 1  # parts of a batch (lm/split.py)
     dispatch: str = "xla"  # of tokens to experts (lm/ring.py)
+    whole_scales: bool = False  # of stored weights: one per channel, on every device
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -153,8 +154,12 @@ class Layout:
 
     def shardings(self, tree: Any) -> Any:
         """Where every array of `tree` (variables that name their axes) belongs."""
-        leaves, structure = jax.tree.flatten(tree)
-        made = [self.sharding(n, x.shape) for n, x in zip(names_of(tree), leaves)]
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        made = []
+        for names, (path, x) in zip(names_of(tree), leaves):
+            if self.whole_scales and _is_scale(path) and _is_rank_one(names, x.shape):
+                names = None
+            made.append(self.sharding(names, x.shape))
         return jax.tree.unflatten(structure, made)
 
     def place(self, tree: Any) -> Any:
@@ -180,6 +185,17 @@ class Layout:
             yield
         finally:
             _current.reset(token)
+
+
+def _is_scale(path: tuple) -> bool:
+    words = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+    return "scale" in words
+
+
+def _is_rank_one(names: Sequence | None, shape: Sequence[int]) -> bool:
+    """A number for each place along one axis, in every layer."""
+    own = [n for name, n in zip(names or (), shape) if name != "layers"]
+    return sum(n > 1 for n in own) <= 1
 
 
 _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar(
@@ -240,6 +256,26 @@ def layout_of(config: Config) -> Layout | None:
         if config.batch_split_factor == 1:
             return None
         count = 1
+    on = _all_of(config, count)
+    check(config, on)
+    return plan(config, _grid(on))
+
+
+def serving_layout(config: Config) -> Layout | None:
+    """The devices that weights are served from; None for one."""
+    if not config.mesh:
+        return None
+    require(
+        jax.process_count() == 1,
+        f"mesh={config.mesh} with {jax.process_count()} processes: checkpoints are served "
+        "by one.",
+    )
+    on = _all_of(config, jax.device_count())
+    check_model(config, on)
+    return Layout(_grid(on), whole_scales=config.replicate_quant_scale)
+
+
+def _all_of(config: Config, count: int) -> dict[str, int]:
     on = sizes(config.mesh, count)
     asked = math.prod(on.values())
     require(
@@ -247,10 +283,13 @@ def layout_of(config: Config) -> Layout | None:
         f"mesh={config.mesh} is for {asked} devices, and there are {count}: write "
         "mesh=<axis>:-1 for all of them.",
     )
-    check(config, on)
+    return on
+
+
+def _grid(on: Mapping[str, int]) -> Mesh:
+    count = math.prod(on.values())
     devices = np.asarray(jax.devices()[:count]).reshape([on[a] for a in AXES])
-    grid = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return plan(config, grid)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def plan(config: Config, grid: Mesh) -> Layout:
@@ -313,8 +352,8 @@ def check_recipe(config: Config) -> None:
         )
 
 
-def check(config: Config, on: Mapping[str, int]) -> None:
-    """Refuses a mesh that cuts what cannot be cut."""
+def check_model(config: Config, on: Mapping[str, int]) -> None:
+    """Refuses a mesh that cuts weights where they cannot be cut."""
     m = section(config, Model)
     is_mla, sparse = m.attention_type == "mla", m.num_experts > 1
     tensor = {"num_query_heads": m.num_query_heads, "vocab_size": m.vocab_size}
@@ -337,6 +376,12 @@ def check(config: Config, on: Mapping[str, int]) -> None:
                 f"mesh={config.mesh}: {axis}:{on[axis]} does not divide "
                 f"{name}={extent}.",
             )
+    _check_tiles(config, on)
+
+
+def check(config: Config, on: Mapping[str, int]) -> None:
+    """The same, and a mesh that cuts batches where they cannot be cut."""
+    check_model(config, on)
     rows = math.prod(on[a] for a in BATCH)
     parts = config.gradient_accumulation_steps
     require(
@@ -346,7 +391,6 @@ def check(config: Config, on: Mapping[str, int]) -> None:
         f"{config.batch_split_factor} parts: they do not divide batch_size="
         f"{config.batch_size}.",
     )
-    _check_tiles(config, on)
 
 
 def _check_tiles(config: Config, on: Mapping[str, int]) -> None:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.lm import cache as kv
-from midtread.lm import split
+from midtread.lm import rope, split
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.mesh import Layout, keep_rows
@@ -79,25 +79,16 @@ def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.R
     )
 
 
-def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, width]: pairs (i, i + width / 2) are turned."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-def attend(q, k, v, mask) -> jax.Array:
-    """softmax(q k^T / sqrt(h)) v: q [B T H h], k and v [B S K h] or cached, mask [B T S]."""
+def attend(q, k, v, mask, gain: float = 1.0) -> jax.Array:
+    """softmax(gain q k^T / sqrt(h)) v: q [B T H h], k and v [B S K h] or cached, mask
+    [B T S]."""
     B, T, H, h = q.shape
     k_codes, k_scale = kv.codes(k, q.dtype)
     v_codes, v_scale = kv.codes(v, q.dtype)
     K = k_codes.shape[2]
     q = q.reshape(B, T, K, H // K, h)
     wide = {"preferred_element_type": jnp.float32}
-    logits = jnp.einsum("btkgh,bskh->bkgts", q, k_codes, **wide) * h**-0.5
+    logits = jnp.einsum("btkgh,bskh->bkgts", q, k_codes, **wide) * (gain * h**-0.5)
     if k_scale is not None:  # [B S K 1]: of the codes that were summed over h
         logits *= k_scale.transpose(0, 2, 3, 1)[:, :, None]
     logits = jnp.where(mask[:, None, None], logits, -1e30)
@@ -132,11 +123,7 @@ class Attention(nnx.Module):
         self.out = Linear(m, H * h, D, ("heads", "embed"), rngs)
         if m.use_qk_norm:
             self.query_norm, self.key_norm = norm(m, h, rngs), norm(m, h, rngs)
-        self.shape, self.base, self.norms = (
-            (H, K, h),
-            m.rope_max_timescale,
-            m.use_qk_norm,
-        )
+        self.shape, self.rope, self.norms = (H, K, h), rope.of(m), m.use_qk_norm
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, K, h), (B, T, _) = self.shape, x.shape
@@ -145,12 +132,12 @@ class Attention(nnx.Module):
         v = self.value(x).reshape(B, T, K, h)
         if self.norms:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (rotate(a, place.positions, self.base) for a in (q, k))
+        q, k = (self.rope.rotate(a, place.positions) for a in (q, k))
         mask = seen_by(place, cache)
         if cache is not None:
             cache = cache.write(place.positions, k=k, v=v)
             k, v = cache.rows["k"], cache.rows["v"]
-        out = attend(q, k, v, mask)
+        out = attend(q, k, v, mask, self.rope.logits_gain)
         return self.out(out.reshape(B, T, H * h)), cache
 
 
@@ -160,29 +147,29 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, m: Model, rngs: nnx.Rngs):
         H, D, R = m.num_query_heads, m.emb_dim, m.kv_lora_rank
-        nope, rope, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
+        nope, turned, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
         if m.q_lora_rank:
             self.wq_a = Linear(m, D, m.q_lora_rank, ("embed", "q_lora"), rngs)
             self.q_norm = norm(m, m.q_lora_rank, rngs)
         width = m.q_lora_rank or D
         axis = "q_lora" if m.q_lora_rank else "embed"
-        self.wq_b = Linear(m, width, H * (nope + rope), (axis, "heads"), rngs)
-        self.wkv_a = Linear(m, D, R + rope, ("embed", "kv_lora"), rngs)
+        self.wq_b = Linear(m, width, H * (nope + turned), (axis, "heads"), rngs)
+        self.wkv_a = Linear(m, D, R + turned, ("embed", "kv_lora"), rngs)
         self.kv_norm = norm(m, R, rngs)
         self.wkv_b = Linear(m, R, H * (nope + vh), ("kv_lora", "heads"), rngs)
         self.out = Linear(m, H * vh, D, ("heads", "embed"), rngs)
-        self.sizes, self.base = (H, R, nope, rope, vh), m.rope_max_timescale
+        self.sizes, self.rope = (H, R, nope, turned, vh), rope.of(m)
         self.has_bottleneck = bool(m.q_lora_rank)
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
-        (H, R, nope, rope, vh), (B, T, _) = self.sizes, x.shape
+        (H, R, nope, turned, vh), (B, T, _) = self.sizes, x.shape
         low = self.q_norm(self.wq_a(x)) if self.has_bottleneck else x
-        q = self.wq_b(low).reshape(B, T, H, nope + rope)
-        q_rope = rotate(q[..., nope:], place.positions, self.base)
+        q = self.wq_b(low).reshape(B, T, H, nope + turned)
+        q_rope = self.rope.rotate(q[..., nope:], place.positions)
         q = jnp.concatenate([q[..., :nope], q_rope], -1)
         both = self.wkv_a(x)
         latent = self.kv_norm(both[..., :R])[:, :, None]
-        k_rope = rotate(both[:, :, None, R:], place.positions, self.base)
+        k_rope = self.rope.rotate(both[:, :, None, R:], place.positions)
         mask = seen_by(place, cache)
         if cache is not None:
             cache = cache.write(place.positions, latent=latent, k_rope=k_rope)
@@ -190,9 +177,9 @@ class LatentAttention(nnx.Module):
             k_rope = kv.restore(cache.rows["k_rope"], x.dtype)
         S = latent.shape[1]
         wide = self.wkv_b(latent[:, :, 0]).reshape(B, S, H, nope + vh)
-        k_rope = jnp.broadcast_to(k_rope, (B, S, H, rope))
+        k_rope = jnp.broadcast_to(k_rope, (B, S, H, turned))
         k = jnp.concatenate([wide[..., :nope], k_rope], -1)
-        out = attend(q, k, wide[..., nope:], mask)
+        out = attend(q, k, wide[..., nope:], mask, self.rope.logits_gain)
         return self.out(out.reshape(B, T, H * vh)), cache
 
 

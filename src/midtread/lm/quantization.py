@@ -16,7 +16,6 @@ A key that a value does not use is refused by name.
 """
 
 import dataclasses
-import difflib
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ import jax
 
 from midtread.lm.config import Config, UsageError, keys, require
 from midtread.model.provider import QuantizationProvider
-from midtread.model.rules import QtRule, QuantizationRule, as_rules
+from midtread.model.rules import QtRule, QuantizationRule, as_rules, did_you_mean
 from midtread.numerics import calibration
 from midtread.numerics.sparsity import Sparsity
 from midtread.ops import recipe as recipes
@@ -55,32 +54,39 @@ class Value:
     provider: Callable[..., QtProvider] = QtProvider
     uses: tuple[str, ...] = ()  # keys it honours beside the common ones
     experts: bool = False  # MaxText reaches them too
-    serves: tuple[Any, Any] | None = (
-        None  # weight and activation formats of a checkpoint
-    )
+    # weight and activation formats of a checkpoint; FORWARD: the recipe's
+    serves: tuple[Any, Any] | str | None = None
+
+
+FORWARD = "forward"
 
 
 # --- Qwix -------------------------------------------------------------------------------------
 
 
+def _calibrations(config: Config) -> dict[str, Any]:
+    """The five keys, as fields of a rule."""
+    both = config.quantization_calibration_method or "absmax"
+    made: dict[str, Any] = {
+        "weight_calibration_method": config.weight_quantization_calibration_method
+        or both,
+        "act_calibration_method": config.act_quantization_calibration_method or both,
+        "bwd_calibration_method": config.bwd_quantization_calibration_method
+        or "absmax",
+    }
+    drhs = config.drhs_grad_quantization_calibration_method
+    if drhs:
+        made["additional_qt_config"] = {"drhs_grad_calibration_method": drhs}
+    return made
+
+
 def _qwix(
     weight: str, bwd: str | None = None, grad_tiles: bool = True, **more
 ) -> Value:
-    bwd = bwd or weight
+    formats = {"weight_qtype": weight, "act_qtype": weight, "bwd_qtype": bwd or weight}
 
     def fields(config: Config) -> dict[str, Any]:
-        both = config.quantization_calibration_method or "absmax"
-        back = config.bwd_quantization_calibration_method or "absmax"
-        made = {
-            "weight_qtype": weight,
-            "act_qtype": weight,
-            "bwd_qtype": bwd,
-            "weight_calibration_method": config.weight_quantization_calibration_method
-            or both,
-            "act_calibration_method": config.act_quantization_calibration_method
-            or both,
-            "bwd_calibration_method": back,
-        }
+        made = {**formats, **_calibrations(config)}
         shards = _shards(config)
         if grad_tiles and shards != 1:
             require(
@@ -89,9 +95,6 @@ def _qwix(
                 "the AQT route; with use_qwix_quantization=true write 1 or more.",
             )
             made["bwd_weight_grad_tile_size"] = 1 / shards
-        drhs = config.drhs_grad_quantization_calibration_method
-        if drhs:
-            made["additional_qt_config"] = {"drhs_grad_calibration_method": drhs}
         return made
 
     uses = (*CALIBRATIONS, *(("quantization_local_shard_count",) if grad_tiles else ()))
@@ -119,9 +122,11 @@ def _named(route: str, name: str, mode: str, **more) -> Value:
 def _delayed(route: str, fnuz: bool = False) -> Value:
     fmt = "float8_e4m3fnuz" if fnuz else "float8_e4m3fn"
     make = lambda rules: DelayedFp8Provider(rules, fnuz=fnuz)
-    fields = {"weight_qtype": fmt, "act_qtype": fmt}
+    formats = {"weight_qtype": fmt, "act_qtype": fmt}
+    fields = lambda config: {**formats, **_calibrations(config)}
     mode = "one delayed scale per tensor, from the last 1024 steps"
-    return Value(route, lambda config: fields, mode, make, serves=(fmt, fmt))
+    uses = CALIBRATIONS if route == "qwix" else ()
+    return Value(route, fields, mode, make, uses, serves=(fmt, fmt))
 
 
 def _bounds(config: Config) -> Recipe:
@@ -183,7 +188,7 @@ VALUES: dict[str, tuple[Value, ...]] = {
     "serve_fp8_weight":      (_recipe("serve", _serve_fp8, PER_STEP + "; activations per token, or "
                                       "constant; gradients in float",
                                       uses=("act_quantization_calibration_method",),
-                                      serves=("e4m3", "e4m3")),),
+                                      serves=FORWARD),),
 }  # fmt: skip
 
 
@@ -234,11 +239,6 @@ def check(config: Config) -> None:
                 calibration.parse(text)
             except ValueError as error:
                 raise UsageError(f"{name}: {error}") from None
-    require(
-        not config.replicate_quant_scale,
-        "replicate_quant_scale=true: in training scales are made inside the step, and where "
-        "they lie is the compiler's choice: drop it.",
-    )
     pruned = config.weight_sparsity_n is not None
     for name in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
         require(
@@ -324,6 +324,11 @@ def _as_qwix_has_experts(made: list[QtRule]) -> list[QtRule]:
 
 def provider(config: Config) -> QuantizationProvider | None:
     """What to train under; None in float."""
+    require(
+        not config.replicate_quant_scale,
+        "replicate_quant_scale=true is about the scales of stored weights; training makes "
+        "its own in every step. Drop it; generate and eval take it, with mesh.",
+    )
     made = rules(config)
     if not made:
         return None
@@ -347,6 +352,8 @@ def serving(config: Config) -> PtqProvider | None:
         f"quantization={config.quantization} is for training. A checkpoint can be: "
         f"{', '.join(k for k, v in VALUES.items() if any(x.serves for x in v))}, intmp.",
     )
+    if value.serves == FORWARD:
+        return PtqProvider(made)
     weight, act = value.serves or (None, None)
     plain = {
         "weight_qtype": weight,
@@ -376,21 +383,10 @@ def _is_empty(rule: QtRule) -> bool:
 
 def _stored(rule: QtRule) -> QuantizationRule:
     """What a rule of training means for a checkpoint."""
-    fields = {
-        f.name: getattr(rule, f.name) for f in dataclasses.fields(QuantizationRule)
-    }
     if rule.recipe is not None:
-        act, weight = rule.recipe.fwd.lhs, rule.recipe.fwd.rhs
-        fields |= {
-            "weight_qtype": weight and weight.format.name,
-            "act_qtype": act and act.format.name,
-            "weight_calibration_method": str(weight.calibration)
-            if weight
-            else "absmax",
-            "act_calibration_method": str(act.calibration) if act else None,
-            "tile_size": (weight or act) and dict((weight or act).tiles) or None,
-        }
-    return QuantizationRule(**fields)
+        return rule  # its forward
+    fields = dataclasses.fields(QuantizationRule)
+    return QuantizationRule(**{f.name: getattr(rule, f.name) for f in fields})
 
 
 # --- intmp ------------------------------------------------------------------------------------
@@ -455,15 +451,10 @@ def _read_mix(name: str) -> dict[str, dict]:
     )
     for pattern, settings in entries.items():
         for field, given in settings.items():
-            near = difflib.get_close_matches(field, MIX, 1)
-            hint = (
-                f" Did you mean {near[0]}?"
-                if near
-                else f" There are: {', '.join(MIX)}."
-            )
             require(
                 field in MIX,
-                f"quant_cfg_path={name}, {pattern!r}: unknown setting {field!r}.{hint}",
+                f"quant_cfg_path={name}, {pattern!r}: unknown setting {field!r}. "
+                f"{did_you_mean(field, MIX, str)}",
             )
             require(
                 not field.endswith("_bits") or given in (None, *range(2, 9)),

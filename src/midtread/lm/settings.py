@@ -8,7 +8,6 @@ what was given, and the nearest key or the values there are.
 """
 
 import dataclasses
-import difflib
 import json
 import pathlib
 import textwrap
@@ -19,11 +18,13 @@ from midtread.lm.config import (
     SECTIONS,
     Config,
     Quantization,
+    Sharding,
     UsageError,
     keys,
     kind,
     require,
 )
+from midtread.model.rules import did_you_mean
 
 SHIPPED = pathlib.Path(__file__).parent / "configs"
 
@@ -82,6 +83,7 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         _, file = checkpoint.locate(path)
         own = _file(str(file))
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
+        dropped |= set(keys(Sharding))
         if not convert.is_quantized(path):
             dropped |= set(keys(Quantization))
         under = {k: v for k, v in own.items() if k not in dropped}
@@ -113,24 +115,18 @@ def _first(error: Any, values: Mapping[str, Any]) -> str:
     name = error["loc"][0]
     given, field = values[name], keys()[name]
     takes = kind(name)
-    near = difflib.get_close_matches(str(given), takes.split(" | "), 1, 0.5)
-    hint = f" Did you mean {name}={near[0]}?" if near else ""
+    hint = did_you_mean(given, takes.split(" | "), lambda v: f"{name}={v}", "")
     return (
         f"{name}={given!s} is not one of its values: it takes {takes} "
-        f"({field.metadata['meaning']}).{hint}"
-    )
+        f"({field.metadata['meaning']}). {hint}"
+    ).rstrip()
 
 
 def _unknown(name: str) -> str:
     known = keys()
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    if not near:
-        return f"unknown key {name!r}. `midtread train --help` lists all of them."
-    default = known[near[0]].default
-    return (
-        f"unknown key {name!r}. Did you mean {near[0]!r} ({kind(near[0])}, "
-        f"now {default!r})?"
-    )
+    show = lambda n: f"{n!r} ({kind(n)}, now {known[n].default!r})"
+    others = "`midtread train --help` lists all of them."
+    return f"unknown key {name!r}. {did_you_mean(name, known, show, others)}"
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -163,14 +159,12 @@ def _file(name: str) -> dict[str, Any]:
 
     path = pathlib.Path(name)
     if not path.suffix and not path.exists():
-        near = difflib.get_close_matches(name, shipped(), 1, 0.4)
-        hint = f"Did you mean {near[0]}? " if near else ""
         require(
             name in shipped(),
-            f"no shipped config is called {name!r}. {hint}There are: "
-            f"{', '.join(shipped())}.",
+            f"no shipped config is called {name!r}. {did_you_mean(name, shipped(), str)}",
         )
         path = SHIPPED / f"{name}.yml"
+    require(not path.is_dir(), f"{name} is a folder: give a file, {name}/config.yml.")
     require(path.is_file(), f"no such file: {name}.")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))

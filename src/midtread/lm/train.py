@@ -62,8 +62,8 @@ def folder_of(config: Config) -> pathlib.Path:
     return pathlib.Path(config.base_output_directory) / config.run_name
 
 
-def prepare_folder(config: Config) -> pathlib.Path:
-    """The run's folder: new, or one that this config may go on in."""
+def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
+    """The run's folder: new, or one that this config may go on in, on the same data."""
     folder = folder_of(config)
     held = folder / "config.yml"
     if config.overwrite and held.exists():
@@ -77,6 +77,7 @@ def prepare_folder(config: Config) -> pathlib.Path:
                 f"{folder} holds a run with {name}={was}, now {name}={now}: choose "
                 "another run_name, or write overwrite=true to start over.",
             )
+        _require_same_data(folder, about)
     elif folder.exists() and any(folder.iterdir()):
         raise UsageError(
             f"{folder} is not empty and holds no run: choose another run_name."
@@ -87,6 +88,17 @@ def prepare_folder(config: Config) -> pathlib.Path:
         raise UsageError(f"{folder}: {error.strerror}.") from None
     settings.save(config, held)
     return folder
+
+
+def _require_same_data(folder: pathlib.Path, about: dict[str, Any]) -> None:
+    before = checkpoint.read_about(folder / "data.json")
+    for name in ("sha256", "documents", "tokenizer_sha256"):
+        was, now = before.get(name), about.get(name)
+        require(
+            was == now or not before,
+            f"{folder} holds a run on other data: {name} was {was}, is {now}. Choose "
+            "another run_name, or write overwrite=true to start over.",
+        )
 
 
 class Metrics:
@@ -189,7 +201,7 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
     folder = folder_of(config)
     if processes.is_first():
-        prepare_folder(config)
+        prepare_folder(config, splits.about)
         (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
         (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
     processes.together("the folder is there")
@@ -306,7 +318,7 @@ class Loop:
 
     def _save(self) -> None:
         meta = {
-            "data": _to_json(self.batches.get_state()),
+            "data": self.batches.get_state(),
             "seconds": self.seconds,
             "reached": self.reached,
         }
@@ -322,9 +334,8 @@ class Loop:
             self.checkpoints.close()
 
 
-def _to_json(state: Any) -> Any:
-    return state.decode() if isinstance(state, bytes) else state
-
-
 def _from_json(state: Any) -> Any:
-    return state.encode() if isinstance(state, str) else state
+    """Grain's state as it was: JSON has lists where it has tuples."""
+    if isinstance(state, dict):
+        return {k: _from_json(v) for k, v in state.items()}
+    return tuple(map(_from_json, state)) if isinstance(state, list) else state

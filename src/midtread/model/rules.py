@@ -14,7 +14,7 @@ Rules are plain data. `as_rules` also takes dicts, as they come out of YAML or J
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from midtread.numerics import calibration
@@ -113,6 +113,23 @@ class QtRule(QuantizationRule):
             )
 
 
+def did_you_mean(
+    asked: Any,
+    known: Iterable[str],
+    show: Callable[[str], str] = repr,
+    otherwise: str | None = None,
+) -> str:
+    """The end of an error: the nearest name there is, or else all of them.
+
+    >>> did_you_mean("wieght", ["act", "weight"]), did_you_mean("x", ["act", "weight"])
+    ("Did you mean 'weight'?", 'There are: act, weight.')
+    """
+    known = list(known)
+    if near := difflib.get_close_matches(str(asked), known, 1, 0.5):
+        return f"Did you mean {show(near[0])}?"
+    return f"There are: {', '.join(known)}." if otherwise is None else otherwise
+
+
 def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
     """Rules from rules or dicts; a field that does not exist is named, with the nearest."""
     rules = list(rules)
@@ -126,13 +143,9 @@ def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
     known = [f.name for f in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f" Did you mean {near[0]!r}?"
-                if near
-                else f" There are: {', '.join(known)}."
+            raise ValueError(
+                f"rule {index} has an unknown field {name!r}. {did_you_mean(name, known)}"
             )
-            raise ValueError(f"rule {index} has an unknown field {name!r}.{hint}")
     return kind(**fields)
 
 

@@ -48,7 +48,7 @@ def train(
     """`contract` on freshly quantized operands, with the recipe's gradients.
 
     Operands that are QArrays already, or not float, are used as they are and get no
-    gradient. With 'delayed' gradients the cotangent of `ranges.g` is the |g| just seen.
+    gradient. With `ranges.g` its cotangent is the |g| just seen.
     """
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
@@ -122,9 +122,18 @@ def _backward(how, residuals, g):
     drhs = back("rhs", recipe.drhs, rhs, lhs) if _wants_gradient(rhs) else None
     seen = None
     if g_range is not None:
-        amax = jnp.max(jnp.abs(g))
-        seen = {k: jnp.full_like(v, amax) for k, v in g_range.items()}
+        specs = [s for s in (recipe.dlhs.g, recipe.drhs.g) if s is not None]
+        how = next((s for s in specs if s.method != "fixed"), None)
+        size = largest(g, how)
+        seen = {k: jnp.full_like(v, size.reshape(())) for k, v in g_range.items()}
     return None, dlhs, drhs, Ranges(None, None, seen), None
+
+
+def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
+    """max |x| of all of x, or what the spec's calibration puts in its place."""
+    if spec is None or spec.method in ("delayed", "fixed"):
+        return jnp.max(jnp.abs(x))
+    return calibrate(x, spec)["absmax"]
 
 
 def _summed_axes(c: Contraction, side: str) -> tuple[int, ...]:
@@ -154,6 +163,8 @@ def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
     if g_spec is not None:
         factor, y = _fold(c, other, g, y)
         summed = _summed_axes(back, side)
+        if g_spec.method == "fixed":
+            g_range = None  # a constant: what others have seen does not matter
         g, _ = choose.quantize(
             g, g_spec, g_range, key, (site, "g", side), summed=summed, factor=factor
         )

@@ -20,6 +20,10 @@ gradient of the old one, and an optimizer must put it there instead of subtracti
     tx = overwrite_with_gradient(optax.adamw(1e-3))    # adamw sees parameters only
     grads = accumulate_gradients(grads, more)      # sums gradients, maxes histories
 
+Which |x| is seen is the rule's calibration: the largest (`absmax`, the default), a part of
+it (`absmax,0.9`), `rms,f`, `percentile,p` or `mse`. `fixed,a` needs no history: its scale is
+a over the bound from the first step on, and its state stays as it was.
+
 Layers in a scan need their own state: nn.scan(..., variable_axes={"params": 0,
 "_overwrite_with_gradient": 0}); nnx.scan over stacked layers does it by itself. State
 that several uses share (a vmap that does not split it) would be summed, as gradients
@@ -40,13 +44,15 @@ from flax import nnx
 from midtread.model import flaxlib, intercept
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule
+from midtread.model.weights import find_param
+from midtread.numerics import calibration
 from midtread.numerics.calibration import AmaxHistory
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray
 from midtread.ops.api import Ops
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_tensor
-from midtread.ops.training import Ranges, train
+from midtread.ops.training import Ranges, largest, train
 from midtread.providers.qt import QtProvider
 
 COLLECTION = "_overwrite_with_gradient"
@@ -91,7 +97,8 @@ class DelayedFp8Provider(QtProvider):
 
     Args:
         rules: those without formats leave their modules alone, as everywhere. Formats
-            given must be the provider's; `bwd_qtype` may be left out.
+            given must be the provider's; `bwd_qtype` may be left out. Calibrations say
+            what a history is of, or `fixed,a`.
         history: how many steps back a scale looks.
         margin: powers of two of headroom above the largest |x| seen.
         fnuz: AMD's e4m3fnuz and e5m2fnuz instead of e4m3fn and e5m2.
@@ -138,11 +145,6 @@ class DelayedFp8Provider(QtProvider):
         _refuse_the_rest(rule)
         return rule
 
-    @functools.cached_property
-    def _recipe(self) -> Recipe:
-        x, g = (per_tensor(fmt, calibration="delayed") for fmt in FP8[self._fnuz])
-        return Recipe(Fwd(x, x), Dlhs(g, REUSE), Drhs(REUSE, g))
-
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         if rule is None or rule.weight_qtype is None:
@@ -157,18 +159,26 @@ class DelayedFp8Provider(QtProvider):
         module = intercept.current_module()
         state = _unflatten(_variables(module, op_id, self._length))
         forward, backward = (as_format(fmt).bound for fmt in FP8[self._fnuz])
+        recipe = _recipe(self._fnuz, *_methods(rule, module, lhs, rhs))
         margin, ranges, after = self._margin, {}, {}
-        for side, x in (("lhs", lhs), ("rhs", rhs)):
-            if isinstance(x, QArray) or not is_wide(x.dtype):
-                after[side] = state[side]  # not ours to quantize
+        for side, x, spec in (
+            ("lhs", lhs, recipe.fwd.lhs),
+            ("rhs", rhs, recipe.fwd.rhs),
+        ):
+            ours = not isinstance(x, QArray) and is_wide(x.dtype)
+            if not ours or spec.method == "fixed":
+                after[side] = state[side]  # not ours to quantize, or known beforehand
                 continue
-            meta, amax = jax.lax.stop_gradient((state[side], jnp.max(jnp.abs(x))))
-            after[side] = advance(meta, amax, forward, margin)
+            meta, seen = jax.lax.stop_gradient((state[side], largest(x, spec)))
+            after[side] = advance(meta, seen, forward, margin)
             window = after[side]["scale"] * forward
             ranges[side] = {"absmax": window.reshape((1,) * x.ndim)}
-        window = _window(backward, margin, state["g"])
-        ranges["g"] = {"absmax": window.reshape((1,) * len(c.out))}
-        out = train(c, self._recipe, lhs, rhs, Ranges(**ranges))
+        if any(spec.method != "fixed" for spec in (recipe.dlhs.g, recipe.drhs.g)):
+            window = _window(backward, margin, state["g"])
+            ranges["g"] = {"absmax": window.reshape((1,) * len(c.out))}
+        else:
+            after["g"] = state["g"]
+        out = train(c, recipe, lhs, rhs, Ranges(**ranges))
         return _record(out, {k: state[k] for k in after}, after)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
@@ -185,8 +195,66 @@ class DelayedFp8Provider(QtProvider):
                     setattr(module, name, AmaxState(first))
 
 
+def _methods(rule: QtRule, module: Any, lhs, rhs) -> tuple[str, str, str, str]:
+    """Calibrations of lhs, rhs, g for dlhs and g for drhs."""
+    by_role = {True: rule.weight_calibration_method, False: rule.act_calibration_method}
+    is_weight = lambda x: not isinstance(x, QArray) and bool(find_param(module, x))
+    same = len(set(by_role.values())) == 1
+    lhs, rhs = (by_role[not same and is_weight(x)] for x in (lhs, rhs))
+    drhs = (rule.additional_qt_config or {}).get(DRHS, rule.bwd_calibration_method)
+    return lhs, rhs, rule.bwd_calibration_method, drhs
+
+
+@functools.cache
+def _recipe(fnuz: bool, lhs: str, rhs: str, dlhs: str, drhs: str) -> Recipe:
+    forward, backward = FP8[fnuz]
+    spec = lambda fmt, how: per_tensor(
+        fmt, calibration="delayed" if how == "absmax" else how
+    )
+    return Recipe(
+        Fwd(spec(forward, lhs), spec(forward, rhs)),
+        Dlhs(spec(backward, dlhs), REUSE),
+        Drhs(REUSE, spec(backward, drhs)),
+    )
+
+
+DRHS = "drhs_grad_calibration_method"
+SIZES = ("absmax", "rms", "percentile", "mse", "fixed")  # one number per tensor
+
+
+def _check_calibrations(rule: QtRule) -> None:
+    more = dict(rule.additional_qt_config or {})
+    given = {
+        name: getattr(rule, name)
+        for name in ("weight_calibration_method", "act_calibration_method")
+    }
+    given["bwd_calibration_method"] = bwd = rule.bwd_calibration_method
+    given[DRHS] = drhs = more.pop(DRHS, bwd)
+    for name, text in given.items():
+        how = calibration.parse(text)
+        if how.method not in SIZES or how.is_asymmetric:
+            raise ValueError(
+                f"rule {rule.module_path!r}: {name}={text}, but a delayed scale has a "
+                f"window around 0: {', '.join(SIZES)} (fixed,-a,a)."
+            )
+    moving = {m for m in (bwd, drhs) if calibration.parse(m).method != "fixed"}
+    if len(moving) > 1:
+        raise ValueError(
+            f"rule {rule.module_path!r}: {DRHS}={drhs}, but bwd_calibration_method={bwd}: "
+            "gradients have one history. Write the same for both, or fixed,-a,a."
+        )
+    if more:
+        raise ValueError(
+            f"rule {rule.module_path!r}: additional_qt_config has {', '.join(more)}; with "
+            f"delayed scaling it may have {DRHS}."
+        )
+
+
 def _refuse_the_rest(rule: QtRule) -> None:
+    _check_calibrations(rule)
     allowed = {"module_path", "op_names", "weight_qtype", "act_qtype", "bwd_qtype"}
+    allowed |= {f"{x}_calibration_method" for x in ("weight", "act", "bwd")}
+    allowed |= {"additional_qt_config"}
     allowed |= {"disable_channelwise_axes"}  # per tensor it is
     defaults = QtRule(act_static_scale=False, act_calibration_method="absmax")
     for field in dataclasses.fields(rule):

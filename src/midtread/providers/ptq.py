@@ -53,9 +53,7 @@ class PtqProvider(QuantizationProvider):
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         boxed = any(_is_box(a) for a in args)
-        if not boxed and (
-            rule is None or (rule.weight_qtype is None and rule.act_qtype is None)
-        ):
+        if not boxed and (rule is None or _specs(rule) == (None, None)):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
         args = [_open(a) for a in args]
@@ -84,18 +82,15 @@ class PtqProvider(QuantizationProvider):
 
     def _serve(self, rule, op_id: str, names: dict, c, lhs, rhs) -> jax.Array:
         operands, specs, ranges = [], [], []
+        weight, act = (None, None) if rule is None else _specs(rule)
         for side, x in (("lhs", lhs), ("rhs", rhs)):
             spec, range_ = None, None
-            if _is_float(x) and rule is not None:
+            if _is_float(x):
                 place = names.get(id(x))
-                if place is not None and rule.weight_qtype is not None:
-                    how = c.place(
-                        _spec(rule, rule.weight_qtype, rule.weight_calibration_method),
-                        side,
-                    )
-                    x = self._quantize_param(place, x, how)
-                elif place is None and rule.act_qtype is not None:
-                    spec = _spec(rule, rule.act_qtype, rule.act_calibration_method)
+                if place is not None and weight is not None:
+                    x = self._quantize_param(place, x, c.place(weight, side))
+                elif place is None and act is not None:
+                    spec = act
                     if rule.act_static_scale:
                         range_ = static_range(
                             rule, f"{op_id}_{side}", c.place(spec, side), x
@@ -321,10 +316,23 @@ def _open(x: Any) -> Any:
     return x.array if isinstance(x, WithAux) else x
 
 
-def _spec(rule, qtype: Any, method: str) -> Spec:
-    fmt = as_format(qtype)
-    tiles = rule.tiles or ({"summed": fmt.tile} if fmt.tile else {})
-    return Spec(fmt, ("kept",), tiles, method)
+def _specs(rule) -> tuple[Spec | None, Spec | None]:
+    """Of weights and of activations: a rule's own, or its recipe's forward."""
+    recipe = getattr(rule, "recipe", None)
+    if recipe is not None:
+        return recipe.fwd.rhs, recipe.fwd.lhs
+
+    def spec(qtype: Any, method: str) -> Spec | None:
+        if qtype is None:
+            return None
+        fmt = as_format(qtype)
+        tiles = rule.tiles or ({"summed": fmt.tile} if fmt.tile else {})
+        return Spec(fmt, ("kept",), tiles, method)
+
+    return (
+        spec(rule.weight_qtype, rule.weight_calibration_method),
+        spec(rule.act_qtype, rule.act_calibration_method),
+    )
 
 
 def quantize_params(

@@ -1,0 +1,204 @@
+"""Stream: documents of a library, read where they are, as they are needed.
+
+    hf      `datasets`: a name, a folder of files, or a dataset that was saved to disk
+    tfds    TensorFlow Datasets, prepared as array_record, which can be read by number
+
+Both give a record by its number. So the order is a permutation of numbers that the seed
+decides, and nothing is held but a few batches:
+
+    numbers, shuffled -> text -> tokens -> rows [T] -> batches
+
+Packed, tokens of documents in that order are strung together and cut at T + 1 by grain;
+else every document is cut by itself. Grain's iterator says where it stands: which document,
+and how far into it. Every so manyth document is held out; of those as many are read as an
+evaluation needs, spread over all of them.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from midtread.lm.config import Config, UsageError, require
+from midtread.lm.rows import Batch, Rows, row
+from midtread.lm.tokenizer import Tokenizer, need
+
+# --- libraries --------------------------------------------------------------------------------
+
+
+def _hf(config: Config) -> Any:
+    datasets = need("datasets", "dataset_type=hf")
+    path, name = config.dataset_path, config.dataset_name or None
+    require(path, "dataset_type=hf needs dataset_path: a name, or a folder.")
+    saved = [pathlib.Path(path, f) for f in ("state.json", "dataset_dict.json")]
+    try:
+        if not any(file.is_file() for file in saved):
+            return datasets.load_dataset(path, name, split="train")
+        held = datasets.load_from_disk(path)
+        return held["train"] if isinstance(held, dict) else held
+    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
+        raise UsageError(
+            f"dataset_type=hf, dataset_path={path}: {_line(error)}"
+        ) from None
+
+
+def _tfds(config: Config) -> Any:
+    library = need("tensorflow_datasets", "dataset_type=tfds")
+    name = config.dataset_name or "c4/en:3.1.0"
+    folder = config.dataset_path or None
+    try:
+        return library.data_source(name, split="train", data_dir=folder, download=False)
+    except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
+        raise UsageError(
+            f"dataset_type=tfds, dataset_name={name}, dataset_path={folder}: "
+            f"{_line(error)} It is to be prepared with file_format=array_record."
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = (lines or [type(error).__name__])[0][:200]
+    return text if text.endswith(".") else f"{text}."
+
+
+LIBRARIES = {"hf": _hf, "tfds": _tfds}
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Some of a library's texts, by number: a source for grain.
+
+    Of each run of `every` documents the last is held out.
+    """
+
+    records: Any
+    field: str
+    every: int
+    held_out: bool = False
+
+    def __len__(self) -> int:
+        held = len(self.records) // self.every
+        return held if self.held_out else len(self.records) - held
+
+    def __getitem__(self, number: Any) -> str:
+        number = int(number)
+        if self.held_out:
+            place = number * self.every + self.every - 1
+        else:
+            place = number + number // (self.every - 1)
+        return text_of(self.records[place], self.field, f"record {place}")
+
+
+def text_of(record: Any, field: str, where: str) -> str:
+    """The text of a record of named fields."""
+    require(
+        isinstance(record, Mapping), f"{where} has no fields: it is {record!r:.40}."
+    )
+    require(
+        field in record,
+        f"{where} has no field text_field={field}; it has {', '.join(map(str, record))}.",
+    )
+    text = record[field]
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Rows of documents without end."""
+
+    documents: Documents
+    codec: Tokenizer
+    length: int
+    packed: bool
+
+    def rows(self, seed: int) -> Any:
+        """A grain dataset of rows, in the order of `seed`."""
+        import grain
+
+        dataset = grain.MapDataset.source(self.documents).seed(seed).shuffle().repeat()
+        threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
+        tokens = dataset.map(self.tokens).to_iter_dataset(threads)
+        if not self.packed:
+            return grain.experimental.FlatMapIterDataset(tokens, Cut(self.length))
+        whole = tokens.map(lambda t: {"tokens": t})
+        strung = grain.experimental.ConcatThenSplitIterDataset(
+            whole, length_struct={"tokens": self.length + 1}
+        )
+        return strung.map(self._row)
+
+    def tokens(self, text: str) -> np.ndarray:
+        return np.append(self.codec.encode(text), self.codec.end).astype(np.int32)
+
+    def _row(self, strung: dict[str, np.ndarray]) -> Batch:
+        tokens, positions = strung["tokens"], strung["tokens_positions"]
+        return row(tokens, positions, strung["tokens_segment_ids"], self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A document as rows of its own."""
+
+    length: int
+
+    def flat_map(self, tokens: np.ndarray) -> list[Batch]:
+        rows = Rows(tokens, np.zeros(1, int), self.length, packed=False)
+        return [rows[i] for i in range(len(rows))]
+
+
+def splits(config: Config, codec: Tokenizer) -> tuple[Stream, Rows, dict[str, Any]]:
+    """What to train on, what to be judged by, and what both are."""
+    records = LIBRARIES[config.dataset_type](config)
+    every = round(1 / config.eval_fraction)
+    require(
+        len(records) >= every,
+        f"dataset_type={config.dataset_type} has {len(records)} documents, and "
+        f"eval_fraction={config.eval_fraction} holds out one of {every}: write a larger one.",
+    )
+    kept = Documents(records, config.text_field, every)
+    length = config.max_target_length
+    train = Stream(kept, codec, length, config.packing)
+    held = dataclasses.replace(kept, held_out=True)
+    texts = _spread(held, train, config.eval_steps * config.batch_size * length + 1)
+    parts = [train.tokens(text) for text in texts]
+    starts = np.cumsum([0, *map(len, parts)])[:-1]
+    rows = Rows(np.concatenate(parts), starts, length, config.packing)
+    require(
+        len(rows),
+        f"the held-out split of dataset_type={config.dataset_type} has no row of "
+        f"max_target_length={length}: its documents are too short.",
+    )
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    about = {
+        "documents": len(records),
+        **codec.about,
+        "held_out_documents": len(held),
+        "held_out_rows": len(rows),
+        "held_out_sha256": hashlib.sha256(b"\0".join(encoded)).hexdigest(),
+        "bytes_per_token": sum(map(len, encoded)) / sum(map(len, parts)),
+    }
+    return train, rows, about
+
+
+GOLDEN = (
+    5**0.5 - 1
+) / 2  # multiples of it, modulo 1, lie evenly however many there are
+
+
+def _spread(documents: Documents, stream: Stream, tokens: int) -> list[str]:
+    """Documents from everywhere until they have that many tokens, or there are no more."""
+    found: dict[int, str] = {}
+    count, size = len(documents), 0
+    for i in range(4 * count):
+        if size >= tokens or len(found) == count:
+            break
+        number = int(i * GOLDEN % 1 * count)
+        if number not in found:
+            found[number] = documents[number]
+            size += len(stream.tokens(found[number]))
+    return list(found.values())

@@ -1,0 +1,73 @@
+"""A quantized checkpoint on a GPU: as many bytes as its formats promise, and no float copy.
+
+JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/device/test_bytes.py
+"""
+
+import gc
+import json
+
+import jax
+import pytest
+from flax import nnx
+
+from midtread.interop import orbax as interop
+from midtread.lm import convert, model
+from midtread.lm.config import Config, Model, section
+from midtread.lm.generate import generate
+from midtread.lm.tokenizer import tokenizer
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"emb_dim": 2048, "mlp_dim": 8192, "num_decoder_layers": 4, "head_dim": 128,
+         "num_query_heads": 16, "num_kv_heads": 4, "max_new_tokens": 4}  # fmt: skip
+#                 per layer: q and out, k and v, the MLP
+WEIGHTS = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+SCALES = 4 * 4 * (2 * 2048 + 2 * 512 + 2 * 8192 + 2048)  # float32, one per column
+FLOATS = 4 * (264 * 2048 + (2 * 4 + 1) * 2048)  # the embedding and the norms
+BITS = {"int8w": 8, "int4w": 4, "int8": 8, "fp8": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
+    with jax.default_device(device):
+        yield device
+
+
+def in_use(device):
+    gc.collect()
+    return device.memory_stats()["bytes_in_use"]
+
+
+def checkpoint(folder, config):
+    """Written as `midtread quantize` writes it, from weights that never see the GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        net = convert.in_memory(config, model.create(section(config, Model)))
+        interop.save(folder / "params", net)
+    (folder / convert.FILE).write_text(json.dumps({}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("value", BITS)
+def test_bytes_held_are_what_the_format_promises(tmp_path, gpu, value):
+    config = Config(**SHAPE, quantization=value, use_qwix_quantization=None)
+    path = checkpoint(tmp_path, config)
+    promised = WEIGHTS * BITS[value] // 8 + SCALES + FLOATS
+    before = in_use(gpu)
+    net = convert.load(config, path)
+    arrays = jax.tree.leaves(nnx.state(net))
+    assert all(x.devices() == {gpu} for x in arrays)
+    assert convert.nbytes(arrays) == promised
+    held = sum(x.on_device_size_in_bytes() for x in arrays)
+    assert held == pytest.approx(promised, rel=0.01)
+    assert in_use(gpu) - before == pytest.approx(promised, rel=0.02)
+
+    made = generate(net, tokenizer(config), config, ["import os"])
+    assert len(made.tokens[0]) == 4
+    kept = (
+        in_use(gpu) - before
+    )  # the text is made, and no weight was left behind in float
+    assert kept == pytest.approx(promised, rel=0.02, abs=4 << 20)
