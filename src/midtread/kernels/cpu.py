@@ -7,10 +7,8 @@ x86 with AVX-512, jax 0.10.2 and 0.12.0):
     a decoded copy of 32 MiB     makes a call 10x as slow as float32's, all formats alike.
                                  Hence a loop over blocks of about 2^20 codes; the same
                                  blocks unrolled are as slow as one copy. A weight that
-                                 fits the cache as float32 races against a cache-speed
-                                 float32: integers then go in blocks of 2^17, which stay
-                                 in the second-level cache (smaller loops run on one
-                                 thread, too slow for the longer decodes)
+                                 fits the cache is one block: against a float32 of
+                                 cache speed, smaller ones were slower still
     int4, float8 converts        cost 3x to 10x. Hence bytes and integer ops:
         int4                     a byte is two codes: one matmul for the low nibbles and
                                  one for the high, the small operand is what is shuffled
@@ -18,7 +16,8 @@ x86 with AVX-512, jax 0.10.2 and 0.12.0):
                                  mantissa; a power of two repairs the exponent's bias
         16-entry lookups         a tree of selects, no gather
     int8 x int8 of one row       misses the matrix library, up to 13x: two rows, one of
-                                 them zeros, are fast
+                                 them zeros, are fast; but [K, N] is repacked, beyond
+                                 the cache at twice float32's time: in blocks at half
 
     out_MN  =  sum_k x_mk w_kn,      w stored as [K, N] (summed=0) or [N, K] (summed=1)
 
@@ -37,9 +36,9 @@ from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
 BLOCK = 2**20  # codes decoded at a time
-SMALL_BLOCK = 2**17  # of integers, when the whole weight has at most BLOCK codes
 MIN_ROWS = 8  # of a block, however wide: each adds to all of [M, N]
 MIN_SIZE = 2**16  # codes: at 2^14 float8 was 5% slower than the plain path
+MAX_WHOLE = 2**22  # int8 codes [K, N] that XLA's own matmul repacks in the cache
 MAX_ROWS = 256  # of x: at 512 the plain path was within 1.2x of float32
 INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # whose values int8 holds
 
@@ -162,15 +161,12 @@ def supports(
         return False
     if shape[1] % _num_planes(fmt.dtype) or shape[1] * MIN_ROWS > 8 * BLOCK:
         return False
-    return _block_rows(fmt, shape, counts[0]) > 0
+    return _block_rows(shape, counts[0]) > 0
 
 
-def _block_rows(fmt: Format, shape: tuple[int, int], count: int) -> int:
+def _block_rows(shape: tuple[int, int], count: int) -> int:
     """Rows of a block: whole tiles, or a whole part of one; 0 if neither fits."""
-    is_small = fmt.dtype.name in INTEGERS and fmt.table is None
-    is_small = is_small and math.prod(shape) <= BLOCK
-    block = SMALL_BLOCK if is_small else BLOCK
-    num_rows = min(max(block // shape[1], MIN_ROWS), shape[0])
+    num_rows = min(max(BLOCK // shape[1], MIN_ROWS), shape[0])
     tile = shape[0] // count
     if count == 1:
         return num_rows
@@ -196,7 +192,7 @@ def dot(
             that does not vary along the summed axis is cheaper applied to the result.
         summed: the axis of the codes that is summed.
     """
-    step = _block_rows(fmt, codes_RC.shape, 1 if scale is None else scale.shape[0])
+    step = _block_rows(codes_RC.shape, 1 if scale is None else scale.shape[0])
     return _dot(x_MK, codes_RC, scale, fmt, summed, precision, step)
 
 
@@ -299,7 +295,7 @@ def dot_codes(lhs: jax.Array, rhs: jax.Array, numbers) -> jax.Array | None:
         return None
     x_MK = rows(x, x_sum).astype(jnp.int8)
     x_MK = views.pad_to(x_MK, (max(num_rows, 2), x_MK.shape[1]))
-    if w.dtype == jnp.int8:
+    if w.dtype == jnp.int8 and (matrix[1] == 1 or w.size <= MAX_WHOLE):
         contracted = (((1,), (matrix[1],)), ((), ()))
         w_RC = w.reshape(matrix[0])
         out = lax.dot_general(x_MK, w_RC, contracted, None, jnp.int32)

@@ -47,18 +47,22 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 def unbox(x: Any) -> Any:
     """The array inside metadata boxes and variables, without applying constraints."""
-    if isinstance(x, jax.Array) and not isinstance(x, nnx.Variable):
-        return x  # most of the time
-    boxes = (nn.meta.AxisMetadata, nnx.Variable)
+    if isinstance(x, nnx.Variable):
+        return unbox(x.get_raw_value())
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, nn.Partitioned):
+        return unbox(x.unbox(apply_constraint=False))
+    if isinstance(x, nn.meta.AxisMetadata):
+        return unbox(x.unbox())
+    leaves, tree = jax.tree.flatten(x, is_leaf=_is_unboxable)
+    if not any(map(_is_unboxable, leaves)):
+        return x  # also where nothing is to be made anew
+    return jax.tree.unflatten(tree, map(unbox, leaves))
 
-    def open_(x):
-        if isinstance(x, nnx.Variable):
-            return unbox(x.get_raw_value())
-        if isinstance(x, nn.Partitioned):
-            return unbox(x.unbox(apply_constraint=False))
-        return unbox(x.unbox()) if isinstance(x, nn.meta.AxisMetadata) else x
 
-    return jax.tree.map(open_, x, is_leaf=lambda x: isinstance(x, boxes))
+def _is_unboxable(x: Any) -> bool:
+    return isinstance(x, nn.meta.AxisMetadata | nnx.Variable)
 
 
 def params_of(module: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Format:
     scale: str | None = None  # how scales are rounded: see numerics/scales.py
     statistic: str = "absmax"  # what the 'absmax' calibration measures
 
-    @property
+    @functools.cached_property
     def qtype(self) -> Any:
         """What a QArray calls this format: the dtype itself where there is one, else the name.
 

@@ -16,7 +16,6 @@ of its output. Which edges get a range is decided by the same code for both prov
 
 import dataclasses
 import functools
-import itertools
 import operator
 import threading
 from collections.abc import Sequence
@@ -31,23 +30,20 @@ from midtread.model import everyop, flaxlib, intercept
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QuantizationRule
-from midtread.model.weights import origin_is_hidden
-from midtread.numerics import calibration
 from midtread.numerics.calibration import Average
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
-from midtread.ops.api import Ops
-from midtread.ops.conv import Conv
-from midtread.ops.einsum import in_jax_order
 from midtread.providers import litert_ops as table
 from midtread.providers.litert_kinds import Kinds
+from midtread.providers.litert_matmuls import Matmuls
 from midtread.providers.litert_ops import Edge, Edges, grid_of, is_float
+from midtread.providers.litert_rules import as_range, check_activations, check_rule
 
 CALLS = {**everyop.FUNCTIONS, "take": jnp.take, "getitem": operator.getitem}
 
 
-class OdmlQatProvider(Kinds, QuantizationProvider):
+class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
     """Trains a model as its LiteRT file will compute it; also calibrates a float model.
 
     Args:
@@ -73,15 +69,15 @@ class OdmlQatProvider(Kinds, QuantizationProvider):
         super().__init__(self.given)
         self.strict_ops = strict
         self.per_channel = not disable_per_channel_weights
-        self.fixed_inputs = _as_range(fixed_range_for_inputs, "fixed_range_for_inputs")
-        self.fixed_outputs = _as_range(
+        self.fixed_inputs = as_range(fixed_range_for_inputs, "fixed_range_for_inputs")
+        self.fixed_outputs = as_range(
             fixed_range_for_outputs, "fixed_range_for_outputs"
         )
         self.left_float: dict[tuple[str, str], str] = {}  # (path, op) -> why
         self._local = threading.local()
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
-        _check_rule(rule)
+        check_rule(rule)
         if rule.act_qtype is not None:
             is_static = rule.act_static_scale is not False
             small = as_format(rule.act_qtype).name == "int8"
@@ -91,7 +87,7 @@ class OdmlQatProvider(Kinds, QuantizationProvider):
                 act_static_scale=is_static,
                 act_calibration_method=rule.act_calibration_method or method,
             )
-            _check_activations(rule)
+            check_activations(rule)
         return super()._init_rule(rule)
 
     # --- what is intercepted ------------------------------------------------------------
@@ -318,96 +314,6 @@ class OdmlQatProvider(Kinds, QuantizationProvider):
                 "QuantizationRule(op_names=('take',), weight_qtype='int8', ...)."
             )
 
-    # --- contractions -------------------------------------------------------------------
-
-    def _run(self, name: str, plain, args, kwargs) -> jax.Array:
-        kwargs.pop("_dot_general", None)
-        rule, op_id = self._get_current_rule_and_op_id(name)
-        if name == "einsum":
-            args = in_jax_order(*args)
-        ids = (f"{op_id}_{i}" if i else op_id for i in itertools.count())
-        execute = lambda c, lhs, rhs: self._contract(rule, next(ids), c, lhs, rhs)
-        return getattr(Ops(execute), name)(*args, **kwargs)
-
-    def _contract(self, rule, op_id: str, c, lhs, rhs) -> jax.Array:
-        is_act = [self._edges[x].is_activation for x in (lhs, rhs)]
-        if not any(is_act):
-            self._check_seen(op_id, lhs, rhs)
-            out = c.run(lhs, rhs)
-            self._carry_constant(c, (lhs, rhs), None, out)
-            return out
-        if all(is_act):
-            lhs = self._quantized(lhs, rule, f"{op_id}_lhs")
-            rhs = self._quantized(rhs, rule, f"{op_id}_rhs")
-            scales = [table.scale_of(self._edges[x]) for x in (lhs, rhs)]
-            sums = None if any(s is None for s in scales) else scales
-            return self._output(c.run(lhs, rhs), rule, sums=sums)
-        side = ("lhs", "rhs")[is_act[0]]  # of the weight
-        x, w = (lhs, rhs) if side == "rhs" else (rhs, lhs)
-        x = self._matmul_input(rule, op_id, c, x, "lhs" if side == "rhs" else "rhs")
-        multiply = functools.partial(self._multiply, rule, c, x, w, side)
-        self._check_weight(rule, c)
-        channels = len(self._channels(c, side))
-        in_order = c.out[len(c.out) - channels :] == c.kept(side)
-        return self._output(
-            multiply(),
-            rule,
-            fuses=channels if in_order else 0,
-            unit=self._unit(rule, c, x, w, side) if in_order else None,
-            scaled=multiply if in_order and channels == 1 else None,
-        )
-
-    def _matmul_input(self, rule, op_id: str, c, x, side: str):
-        if rule is None or rule.act_qtype is None or rule.act_static_scale:
-            return self._quantized(x, rule, f"{op_id}_{side}")
-        x = self._quantized(x, None, f"{op_id}_{side}")
-        spec = Spec(
-            rule.act_qtype,
-            channelwise_axes=("kept",),
-            calibration=rule.act_calibration_method,
-        )
-        return self._dynamic(x, c.place(spec, side))
-
-    def _channels(self, c, side: str) -> tuple[int, ...]:
-        """The axes of a weight with a scale per index; a batch axis rules them out."""
-        other = c.labels("lhs" if side == "rhs" else "rhs")
-        kept = c.kept(side)
-        if any(x in other for x in kept):
-            return ()
-        return tuple(c.labels(side).index(x) for x in kept)
-
-    def _check_weight(self, rule, c) -> None:
-        """Refuses weights that LiteRT 2.3 does not run, or not rightly."""
-        if rule is None or rule.weight_qtype is None or not isinstance(c, Conv):
-            return
-        fmt, act = as_format(rule.weight_qtype), rule.act_qtype
-        dynamic = act is not None and not rule.act_static_scale
-        wide = act is not None and as_format(act).name == "int16"
-        what = None
-        if fmt.bits < 4 and act is not None:
-            what = f"{fmt.name} weights"
-        elif fmt.bits < 8 and (dynamic and c.feature_groups > 1 or wide):
-            what = (
-                f"{fmt.name} weights with {'int16' if wide else 'dynamic'} activations"
-            )
-        if what:
-            path = flaxlib.path_of(self._module())
-            raise ValueError(
-                f"{path!r}: LiteRT has no convolution of {what}. Put a rule for it first: "
-                "QuantizationRule(op_names=('conv_general_dilated',), weight_qtype="
-                "'int8', ...)."
-            )
-
-    def _check_seen(self, op_id: str, *operands: Any) -> None:
-        params = flaxlib.params_of(self._module())
-        if self.strict_ops and any(origin_is_hidden(x, params) for x in operands):
-            path = flaxlib.path_of(self._module())
-            raise ValueError(
-                f"{path!r}: {op_id} runs inside a remat, a custom gradient or a loop, "
-                "where nothing is known of its operands. Take that wrapping off the "
-                "model, or pass strict=False to leave it in float."
-            )
-
     # --- how training quantizes ---------------------------------------------------------
 
     def _grid(self, x: jax.Array, rule, name: str, fixed=None):
@@ -506,68 +412,3 @@ class OdmlQatProvider(Kinds, QuantizationProvider):
 def _straight_through(range_, grid, x: jax.Array, **how) -> jax.Array:
     inside = table.clipped(x, range_)
     return inside + jax.lax.stop_gradient(grid(x, **how) - inside)
-
-
-def _as_range(value, name: str):
-    if value is None:
-        return None
-    low, high = value
-    calibration.parse(f"fixed,{low},{high}")  # says what is wrong with it
-    return (float(low), float(high))
-
-
-def _check_rule(rule: QuantizationRule) -> None:
-    where = f"rule {rule.module_path!r}"
-    for field, known in (
-        ("weight_qtype", table.WEIGHTS),
-        ("act_qtype", table.ACTIVATIONS),
-    ):
-        value = getattr(rule, field)
-        if value is not None and as_format(value).name not in known:
-            raise ValueError(
-                f"{where}: LiteRT has no {field} {as_format(value).name}. "
-                f"There are: {', '.join(known)}."
-            )
-    if rule.tile_size is not None:
-        raise ValueError(
-            f"{where}: tile_size={rule.tile_size}, but LiteRT has one scale per channel. "
-            "Drop it."
-        )
-    if calibration.parse(rule.weight_calibration_method).is_asymmetric:
-        raise ValueError(
-            f"{where}: weight_calibration_method={rule.weight_calibration_method!r}, but "
-            "weights have no zero point in LiteRT. Use 'absmax'."
-        )
-    defaults = type(rule)()
-    for field in dataclasses.fields(rule):
-        extra = field.name not in QuantizationRule.__dataclass_fields__
-        if extra and getattr(rule, field.name) != getattr(defaults, field.name):
-            raise ValueError(
-                f"{where}: {field.name} is for QtProvider. A LiteRT model trains with "
-                "float gradients: drop it."
-            )
-
-
-def _check_activations(rule: QuantizationRule) -> None:
-    fmt, where = as_format(rule.act_qtype).name, f"rule {rule.module_path!r}"
-    asymmetric = calibration.parse(rule.act_calibration_method).is_asymmetric
-    if fmt == "int16" and asymmetric:
-        raise ValueError(
-            f"{where}: act_calibration_method={rule.act_calibration_method!r}, but int16 "
-            "has no zero point in LiteRT. Use 'absmax'."
-        )
-    if fmt == "int16" and not rule.act_static_scale:
-        raise ValueError(
-            f"{where}: dynamic ranges of int16, but LiteRT's are int8. Use act_qtype="
-            "'int8', or leave act_static_scale out."
-        )
-    if not rule.act_static_scale and rule.act_calibration_method != "minmax":
-        raise ValueError(
-            f"{where}: act_calibration_method={rule.act_calibration_method!r}, but LiteRT "
-            "takes dynamic ranges from the smallest and largest value of each row. Drop it."
-        )
-    if fmt == "int16" and rule.weight_qtype is None:
-        raise ValueError(
-            f"{where}: int16 activations without weight_qtype, but a matmul of LiteRT "
-            "takes int16 with int8 or int4 weights. Add weight_qtype='int8'."
-        )
