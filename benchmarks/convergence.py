@@ -151,21 +151,11 @@ def main() -> None:
         raise SystemExit(f"--pretrain: a multiple of {loop.at_once(plain)}.")
     splits = data.splits(plain)
     studies = [Study(args, sizes, int(s), splits) for s in args.seeds.split(",")]
-    trainers: dict[str, loop.Trainer] = {}
-
-    def by(name: str, config: Config) -> loop.Trainer:
-        if name not in trainers:
-            trainers[name] = loop.trainer(config, splits)
-            took = trainers[name].compile_seconds
-            loop.say(f"{name}: compiled in {took:.0f} s")
-        return trainers[name]
-
+    studies = [s for s in studies if {"pretrain", "bf16", *GAPS} - set(s.book.runs)]
+    by = loop.trainers({"bf16": plain, "fp8": low} if studies else {}, splits)
     for study in studies:  # seed by seed: what is there when killed can be compared
-        if not {"pretrain", "bf16", *GAPS} - set(study.book.runs):
-            continue
-        study.bf16(by("bf16", plain))
-        study.fp8(by("fp8", low))
-        report(args.out)
+        study.bf16(by["bf16"])
+        study.fp8(by["fp8"])
     report(args.out)
 
 

@@ -8,6 +8,7 @@ after every run: a study that was killed goes on where it stopped, and its table
 on another machine than the one that computed.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -105,17 +106,32 @@ class Trainer(NamedTuple):
         return step.mean_loss(evaluate, state.learned, state.kept, self.judged_by)
 
 
-def trainer(config: Config, splits: data.Splits) -> Trainer:
+def trainers(configs: Mapping[str, Config], splits: data.Splits) -> dict[str, Trainer]:
+    """One for each config; they compile at the same time."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = {name: _begin(pool, c, splits) for name, c in configs.items()}
+        made = {}
+        for name, finish in waiting.items():
+            made[name] = finish()
+            say(f"{name}: compiled in {made[name].compile_seconds:.0f} s")
+    return made
+
+
+def _begin(pool, config: Config, splits: data.Splits) -> Callable[[], Trainer]:
     m, t = section(config, Model), section(config, Training)
     net = build.for_training(config, model.create(m))
     state, parts = step.initial(net, t)
     how = step.How(m, t, parts.graph, 0, None)
     batches = _batches(splits.train, config, seed=0, first=0)
-    started = time.perf_counter()
-    run = _steps.lower(how, state, parts.random, batches).compile()
-    took = time.perf_counter() - started
+    lowered = _steps.lower(how, state, parts.random, batches)
     judged_by = jax.device_put(data.held_out(splits.held_out, config))
-    return Trainer(config, parts, run, took, splits, judged_by)
+
+    def compile_():
+        started = time.perf_counter()
+        return lowered.compile(), time.perf_counter() - started
+
+    coming = pool.submit(compile_)
+    return lambda: Trainer(config, parts, *coming.result(), splits, judged_by)
 
 
 def at_once(config: Config) -> int:

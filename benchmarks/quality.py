@@ -93,16 +93,14 @@ def main() -> None:
         int(seed): loop.Book(args.out / f"quality-{seed}.json", sizes, splits.about)
         for seed in args.seeds.split(",")
     }
-    for name in args.formats.split(","):
-        missing = [seed for seed, book in books.items() if name not in book.runs]
-        if not missing:
-            continue
-        by = loop.trainer(configure(name, sizes), splits)
-        loop.say(f"{name}: compiled in {by.compile_seconds:.0f} s")
-        for seed in missing:
-            start = by.start(seed)
-            _, run = loop.train(by, name, start, seed, args.steps, every=200)
-            books[seed].keep(name, run)
+    formats = args.formats.split(",")
+    missing = [(s, n) for s, b in books.items() for n in formats if n not in b.runs]
+    configs = {n: configure(n, sizes) for n in dict.fromkeys(n for _, n in missing)}
+    by = loop.trainers(configs, splits)
+    for seed, name in missing:
+        start = by[name].start(seed)
+        _, run = loop.train(by[name], name, start, seed, args.steps, every=200)
+        books[seed].keep(name, run)
     files = sorted(args.out.glob("quality-*.json"))
     held = [json.loads(file.read_text()) for file in files]
     text = table(held)

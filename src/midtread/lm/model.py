@@ -68,6 +68,16 @@ class Linear(nnx.Module):
         return jax.lax.dot_general(x, kernel, sums, preferred_element_type=self.dtype)
 
 
+class Embed(nnx.Embed):
+    """Rows of a table. Their gradients are summed in the table's dtype: a bfloat16 sum of
+    the many uses of a frequent token loses most of them, and no GPU adds bfloat16 to
+    memory that others are adding to without trying again and again."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        rows = jnp.take(self.embedding[...], tokens, axis=0)
+        return rows.astype(self.dtype)
+
+
 def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
     return nnx.RMSNorm(
         width,
@@ -367,7 +377,7 @@ class Transformer(nnx.Module):
     """tokens [B, T] -> Output."""
 
     def __init__(self, m: Model, rngs: nnx.Rngs):
-        self.token_embedder = nnx.Embed(
+        self.token_embedder = Embed(
             m.vocab_size,
             m.emb_dim,
             dtype=jnp.dtype(m.dtype),
