@@ -47,10 +47,10 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 def unbox(x: Any) -> Any:
     """The array inside metadata boxes and variables, without applying constraints."""
+    if _is_plain(x):
+        return x  # most of the time
     if isinstance(x, nnx.Variable):
         return unbox(x.get_raw_value())
-    if isinstance(x, jax.Array):
-        return x
     if isinstance(x, nn.Partitioned):
         return unbox(x.unbox(apply_constraint=False))
     if isinstance(x, nn.meta.AxisMetadata):
@@ -62,7 +62,15 @@ def unbox(x: Any) -> Any:
 
 
 def _is_unboxable(x: Any) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata | nnx.Variable)
+    return not _is_plain(x) and isinstance(x, nn.meta.AxisMetadata | nnx.Variable)
+
+
+def _is_plain(x: Any) -> bool:
+    """An array of no more than numbers. Asked first, for `isinstance(x, nnx.Variable)` of
+    an array being traced is slow, and what tracing a model would spend its time on."""
+    if isinstance(x, jax.core.Tracer):
+        return type(x.aval) is jax.core.ShapedArray
+    return isinstance(x, jax.Array) and not isinstance(x, nnx.Variable)
 
 
 def params_of(module: Any) -> dict[str, Any]:
@@ -73,7 +81,11 @@ def params_of(module: Any) -> dict[str, Any]:
     if hasattr(module, "_params_here"):  # a plain function's scope
         return module._params_here
     found = vars(module).items()
-    return {k: unbox(v) for k, v in found if isinstance(v, nnx.Param)}
+    return {
+        k: unbox(v)
+        for k, v in found
+        if hasattr(v, "get_raw_value") and isinstance(v, nnx.Param)
+    }
 
 
 def all_params(model: Any) -> list[tuple[tuple, Any]]:

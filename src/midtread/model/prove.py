@@ -206,7 +206,8 @@ def prove(jitted: Any, *args: Any, **kwargs: Any) -> Proof:
     """
     if not hasattr(jitted, "lower"):
         raise TypeError(
-            f"prove takes a jitted function, not {jitted!r}: write prove(jax.jit(f), ...)."
+            f"prove takes a jitted function, not a {type(jitted).__name__}: write "
+            "prove(jax.jit(f), ...); of a module, jax.jit(lambda x: model(x))."
         )
     lowered = jitted.lower(*args, **kwargs)
     asked = _asked(hlo.parse(lowered.as_text("hlo", debug_info=True)))

@@ -207,9 +207,15 @@ def as_format(qtype: Any) -> Format:
 
 def _dtype_name(qtype: Any) -> str:
     try:
-        return np.dtype(qtype).name
-    except TypeError:
+        return _name_of(qtype)
+    except TypeError:  # not a dtype, or nothing that can be hashed
         return repr(qtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    """NumPy makes a dtype's name anew whenever it is asked."""
+    return np.dtype(dtype).name
 
 
 def dtype_bits(dtype: Any) -> int:
