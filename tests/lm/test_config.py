@@ -52,7 +52,7 @@ def test_shipped_configs_load(name):
 WRONG = {
     "unknown key": (["step=3"], "Did you mean 'steps' (int, now 300)?"),
     "nothing near": (["zzzzqqqq=3"], "--help"),
-    "not a number": (["steps=many"], "steps=many"),
+    "not a number": (["steps=many"], "it takes int (optimizer steps).\n"),
     "a near value": (["quantization=int"], "Did you mean quantization=int"),
     "out of range": (["steps=0"], "at least 1"),
     "no such file": (["nowhere.yml"], "no such file: nowhere.yml"),
@@ -63,6 +63,9 @@ WRONG = {
     "accumulation": (["gradient_accumulation_steps=3"], "batch_size=16"),
     "rules and a preset": (["quant=[{weight_qtype: int8}]", "quantization=int8"], "both"),
     "tokenizer": (["tokenizer_type=huggingface"], "tokenizer_path"),
+    "a file for bytes": (["tokenizer_path=x.json"], "means nothing with tokenizer_type=byte"),
+    "a path to nowhere": (["dataset_path=x"], "dataset_type=corpus: it is for text"),
+    "a key alone": (["tiny", "steps"], "write steps=<value>"),
     "sparsity": (["weight_sparsity_n=2"], "weight_sparsity_m"),
     "interpolation": (["run_name=${nothing}"], "nothing"),
 }  # fmt: skip

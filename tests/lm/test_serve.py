@@ -78,26 +78,44 @@ def test_an_fp8_weight_is_served_as_it_is_trained():
 
 def test_weights_are_served_from_a_mesh(run):
     """Cut like the float ones; scales too, or whole on every device."""
-    made = {}
-    for words in (
-        "",
-        "mesh=fsdp:4,data:2",
-        "mesh=fsdp:4,data:2 replicate_quant_scale=true",
-    ):
-        words = [run, "quantization=int8w", "max_new_tokens=4", *words.split()]
-        ((_, config),) = settings.load_checkpoints(words)
+    base = [run, "quantization=int8w"]
+    tokens, logits = jnp.asarray([[1, 2, 3, 4]]), {}
+    for words, parts in (([], (1, 1)), (["mesh=fsdp:4,data:2"], (4, 4)),
+                         (["mesh=fsdp:4,data:2", "replicate_quant_scale=true"], (4, 1))):  # fmt: skip
+        ((_, config),) = settings.load_checkpoints([*base, *words])
         net = convert.load(config, run)
-        kernel = net.decoder.layers.mlp.wo.kernel.array
-        made[len(words)] = (
-            generate(net, data.tokenizer(config), config).tokens,
-            kernel.qvalue[...].sharding.shard_shape(kernel.qvalue.shape)[-1],
-            kernel.scale[...].sharding.shard_shape(kernel.scale.shape)[-1],
-        )
-    one, cut, whole = (made[n] for n in (3, 4, 5))
-    width = one[1]
-    assert cut[1:] == (width // 4, width // 4) and whole[1:] == (width // 4, width)
-    for other in (cut, whole):
-        np.testing.assert_array_equal(one[0], other[0])
+        stored = net.decoder.layers.mlp.wo.kernel.array
+        for x, count in zip((stored.qvalue[...], stored.scale[...]), parts):
+            assert x.sharding.shard_shape(x.shape)[-1] == x.shape[-1] // count
+        if parts != (4, 4):
+            logits[parts] = call(net, tokens).logits
+    np.testing.assert_allclose(logits[1, 1], logits[4, 1], atol=0.05)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+def test_damaged_float_weights_are_refused(run, damage, tmp_path, capsys):
+    folder = tmp_path / "a"
+    shutil.copytree(run, folder)
+    files = [p for p in folder.glob("checkpoints/8/params/**/*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    largest.write_bytes(content if damage == "flipped" else content[:9000])
+    for verb in (["generate"], ["quantize", "quantization=int8w"]):
+        assert cli.main([*verb, str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{folder} is damaged" in error
+    assert not list(tmp_path.glob("a-*"))
+
+
+def test_weights_can_be_kept_in_another_dtype(run):
+    ((_, config),) = settings.load_checkpoints([run, "weight_dtype=bfloat16"])
+    net = convert.load(config, run)
+    kernel = net.decoder.layers.mlp.wo.kernel[...]
+    ((_, same),) = settings.load_checkpoints([run])
+    exact = convert.load(same, run).decoder.layers.mlp.wo.kernel[...]
+    assert kernel.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, exact.astype(jnp.bfloat16))
 
 
 def test_quantizing_holds_one_float_parameter(run, monkeypatch, tmp_path):
@@ -176,8 +194,12 @@ WRONG = {
     "for training": (["quantize", "{run}", "quantization=te_nvfp4"], "is for training"),
     "there already": (["quantize", "{run}", "quantization=int8w"], "overwrite=true"),
     "twice": (["quantize", "{run}-int8w", "quantization=int8w"], "quantized already"),
-    "another model": (["generate", "{run}", "emb_dim=64"], "{run}"),
-    "vocabulary": (["generate", "{run}", "vocab_size=200"], "has 257 tokens"),
+    "another model": (
+        ["generate", "{run}", "emb_dim=64"],
+        "emb_dim=32 there, emb_dim=64 here",
+    ),
+    "vocabulary": (["eval", "{run}", "vocab_size=300"], "vocab_size=264 there"),
+    "no such run": (["report", "nowhere"], "no such run or checkpoint: nowhere"),
     "a mesh": (
         ["quantize", "{run}", "quantization=int4w", "mesh=fsdp:8"],
         "one device",

@@ -156,6 +156,7 @@ def test_training_starts_from_weights(whole, tmp_path, capsys):
     words = [*SMALL, f"base_output_directory={tmp_path}", *more[:1], "run_name=d"]
     assert cli.main(["train", *words, "mlp_dim=32"]) == 2
     assert "mlp_dim=64 there, mlp_dim=32 here" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()  # refused before anything is written
     assert cli.main(["train", *words[:-2], "load_parameters_path=/nowhere"]) == 2
     assert "/nowhere" in capsys.readouterr().err
 

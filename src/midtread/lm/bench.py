@@ -12,7 +12,15 @@ import jax
 
 from midtread.lm import build, data, step
 from midtread.lm import model as models
-from midtread.lm.config import Config, Model, Quantization, Training, keys, section
+from midtread.lm.config import (
+    READS,
+    Config,
+    Model,
+    Quantization,
+    Training,
+    keys,
+    section,
+)
 from midtread.lm.mesh import layout_of
 
 STEPS = 10
@@ -29,18 +37,23 @@ class Timed(NamedTuple):
 def in_float(config: Config) -> Config:
     """The same without quantization."""
     plain = {k: f.default for k, f in keys(Quantization).items()}
-    return dataclasses.replace(config, **plain)
+    sent = {"ring_fp8": "ring"}.get(config.expert_dispatch, config.expert_dispatch)
+    return dataclasses.replace(
+        config, **plain, fp8_weight_gather=False, expert_dispatch=sent
+    )
 
 
 def measure(config: Config, name: str) -> Timed:
     m, t = section(config, Model), section(config, Training)
-    config = dataclasses.replace(config, dataset_type="synthetic")
+    plain = {name: keys()[name].default for name in READS}
+    config = dataclasses.replace(config, **plain, dataset_type="synthetic")
     layout = layout_of(config)
     batch = next(data.batches(data.splits(config).train, config))
     batch = layout.place_batch(batch) if layout else jax.device_put(batch)
     model = build.for_training(config, models.create(m, config.seed, layout))
-    state, parts = step.initial(model, t, layout=layout)
-    how = step.How(m, t, parts.graph, config.seed, layout=layout)
+    pruning = build.pruning(config, build.coverage(config))
+    state, parts = step.initial(model, t, pruning, layout)
+    how = step.How(m, t, parts.graph, config.seed, pruning, layout)
     started = time.perf_counter()
     compiled = step.run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

@@ -6,21 +6,28 @@
 
 Orbax writes them, in the background, and gives a folder its name only once it is complete:
 what a kill leaves behind is not taken for a checkpoint. Every array has a checksum, made on
-the device it is on; one that does not match, or does not read, is put aside and said so,
-and the checkpoint before it is used.
+the device it is on. When a run goes on, a checkpoint with one that does not match, or does
+not read, is put aside and said so, and the one before it is used; whoever reads weights
+alone refuses it.
 """
 
+import contextlib
+import gc
+import io
 import json
 import logging
 import pathlib
 import shutil
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.lm.config import Config, Model, UsageError, keys, require
+from midtread.lm import model as models
+from midtread.lm.config import Config, Model, UsageError, keys, require, section
 from midtread.lm.step import State
 from midtread.lm.tokenizer import Tokenizer
 
@@ -66,6 +73,26 @@ def _checksums(tree: Any) -> Any:
 def sums(tree: Any) -> dict[str, int]:
     flat, _ = jax.tree_util.tree_flatten_with_path(_checksums(tree))
     return {jax.tree_util.keystr(path): int(x) for path, x in flat}
+
+
+def check_sums(name: str, tree: Any, wanted: dict[str, int]) -> None:
+    wrong = [k for k, v in sums(tree).items() if wanted.get(k) != v]
+    if wrong:
+        raise ValueError(f"{name}{wrong[0]} does not match its checksum")
+
+
+def without_noise(restore: Callable[[], Any]) -> Any:
+    """`restore()`. Of a file that does not read, orbax's threads and coroutines print pages
+    besides the error; here a ValueError with its first line is all."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return restore()
+        except Exception as error:  # noqa: BLE001  whatever a library raises
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = lines[0].split(" See full")[0][:200]
+        gc.collect()  # coroutines that nobody waits for complain when they go
+        time.sleep(0.2)  # and threads when they find no one listening
+    raise ValueError(reason)
 
 
 class Checkpoints:
@@ -117,19 +144,14 @@ class Checkpoints:
         shapes = lambda tree: jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
         )
-        got = self.manager.restore(
-            step,
-            args=args.Composite(
-                params=args.StandardRestore(shapes(params)),
-                rest=args.StandardRestore(shapes(rest)),
-                meta=args.JsonRestore(),
-            ),
+        wanted = args.Composite(
+            params=args.StandardRestore(shapes(params)),
+            rest=args.StandardRestore(shapes(rest)),
+            meta=args.JsonRestore(),
         )
+        got = without_noise(lambda: self.manager.restore(step, args=wanted))
         for item in ("params", "rest"):
-            wanted, found = got.meta["checksums"][item], sums(got[item])
-            wrong = [k for k, v in found.items() if wanted.get(k) != v]
-            if wrong:
-                raise ValueError(f"{item}{wrong[0]} does not match its checksum")
+            check_sums(item, got[item], got.meta["checksums"][item])
         return _put_back(state, got.params, got.rest), got.meta
 
     def _set_aside(self, step: int, error: Exception) -> None:
@@ -205,8 +227,8 @@ def require_same_model(config: Config, path: str) -> None:
     other = config_of(path)
     for name in keys(Model):
         here, there = getattr(config, name), getattr(other, name)
-        free = ("max_target_length", "remat_policy", "dtype", "load_balance_loss_weight",
-                "mtp_loss_scaling_factor")  # fmt: skip
+        free = ("max_target_length", "remat_policy", "dtype", "weight_dtype",
+                "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling")  # fmt: skip
         require(
             here == there or name in free,
             f"{path} is from another model: {name}={there} there, {name}={here} here.",
@@ -214,7 +236,7 @@ def require_same_model(config: Config, path: str) -> None:
 
 
 def read_about(file: pathlib.Path) -> dict[str, Any]:
-    """A run's data.json; {} if there is none."""
+    """What a run's file says (data.json, a checkpoint's metadata); {} without one."""
     try:
         return json.loads(file.read_text()) if file.is_file() else {}
     except ValueError:
@@ -233,28 +255,45 @@ def require_same_tokenizer(path: str, codec: Tokenizer) -> None:
     )
 
 
+def stored(path: str) -> nnx.State:
+    """Shapes and dtypes of the weights of a run, as they were written."""
+    return nnx.state(models.abstract(section(config_of(path), Model)), nnx.Param)
+
+
 def load_weights(path: str, like: nnx.State) -> nnx.State:
-    """The weights of a run or checkpoint, in the shapes of `like`."""
+    """The weights of a run or checkpoint, in the shapes, dtypes and places of `like`."""
+    weights, others = nnx.split_state(like, nnx.Param, ...)
+    shape = lambda x, there: jax.ShapeDtypeStruct(
+        x.shape, there.dtype, sharding=getattr(x, "sharding", None) or _here()
+    )
+    pure = nnx.to_pure_dict(weights)
+    got = read(path, jax.tree.map(shape, pure, nnx.to_pure_dict(stored(path))))
+    weights = jax.tree.map(lambda x: x, weights)
+    cast = jax.tree.map(lambda x, want: x.astype(want.dtype), got, pure)
+    nnx.replace_by_pure_dict(weights, cast)
+    return nnx.merge_state(weights, others)
+
+
+def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those weights of a run that `wanted` has, each held against its checksum."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder, _ = locate(path)
-    weights, others = nnx.split_state(like, nnx.Param, ...)
-    shape = lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=getattr(x, "sharding", None) or _here()
-    )
-    wanted = jax.tree.map(shape, nnx.to_pure_dict(weights))
+    arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    meta = read_about(folder.parent / "meta" / "metadata")
     try:
-        got = ocp.StandardCheckpointer().restore(folder, wanted)
-    except Exception as error:  # noqa: BLE001  many kinds
-        reason = (str(error).splitlines() or ["it does not read"])[0][:200]
-        raise UsageError(f"{path}: {reason}") from None
-    weights = jax.tree.map(lambda x: x, weights)
-    nnx.replace_by_pure_dict(weights, got)
-    return nnx.merge_state(weights, others)
+        got = without_noise(lambda: reader.restore(folder, args))
+        if meta:
+            check_sums("", got, meta["checksums"]["params"])
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {folder}: {error}.") from None
+    return got
 
 
-def _here() -> Any:
+def _here() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 

@@ -43,6 +43,12 @@ class Run:
     enable_tensorboard: bool = key(False, "also write TensorBoard event files")
 
 
+# keys that only some kinds of data look at
+READS = {
+    "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),
+    "dataset_name": ("hf", "tfds"),
+    "text_field": ("jsonl", "parquet", "hf", "tfds"),
+}
 DATASETS = Literal["corpus", "synthetic", "text", "jsonl", "parquet", "hf", "tfds"]
 
 
@@ -304,11 +310,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
                 f"dataset_type={self.dataset_type} needs dataset_path: a file, a folder "
                 "or a glob.",
             )
-        if self.tokenizer_type != "byte":
-            require(
-                self.tokenizer_path,
-                f"tokenizer_type={self.tokenizer_type} needs tokenizer_path.",
-            )
+        self._check_data()
         require(
             not (self.quant and self.quantization),
             f"quant (rules of your own) and quantization={self.quantization} are both "
@@ -318,6 +320,23 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
             (self.weight_sparsity_n is None) == (self.weight_sparsity_m is None),
             "weight_sparsity_n and weight_sparsity_m go together.",
         )
+
+    def _check_data(self):
+        """Refuses what the kind of data or tokenizer would not look at."""
+        path, kind = self.tokenizer_path, self.tokenizer_type
+        require(path or kind == "byte", f"tokenizer_type={kind} needs tokenizer_path.")
+        require(
+            not path or kind != "byte",
+            f"tokenizer_path={path} means nothing with tokenizer_type=byte: write "
+            "tokenizer_type=huggingface or sentencepiece.",
+        )
+        for name, kinds in READS.items():
+            given = getattr(self, name)
+            require(
+                given == keys()[name].default or self.dataset_type in kinds,
+                f"{name}={given} means nothing with dataset_type={self.dataset_type}: it "
+                f"is for {', '.join(kinds)}.",
+            )
 
 
 SECTIONS = (Run, Data, Model, Training, Quantization, Decoding, Sharding)

@@ -100,6 +100,33 @@ def destination(config: Config, source: str) -> pathlib.Path:
 def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     """Writes the quantized checkpoint of `source`; its folder."""
     logging.getLogger("absl").setLevel(logging.ERROR)
+    folder = _check(config, source)
+    model, sizes = _from_floats(config, source)
+    partial = folder.with_name(f"{folder.name}.partial")  # until it is whole
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}.") from None
+    settings.save(config, partial / "config.yml")
+    about = checkpoint.locate(source)[1].parent / "data.json"
+    if about.is_file():
+        shutil.copy(about, partial / about.name)
+    interop.save(partial / "params", model)
+    sizes["bytes_on_disk"] = checkpoint.nbytes(partial / "params")
+    (partial / FILE).write_text(json.dumps(sizes, indent=1))
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    say(
+        f"{folder}: {sizes['bytes']:,} bytes of weights instead of "
+        f"{sizes['float_bytes']:,} ({sizes['bytes_on_disk']:,} on disk)"
+    )
+    return folder
+
+
+def _check(config: Config, source: str) -> pathlib.Path:
+    """Where to, if it can be done."""
     require(
         not is_quantized(source), f"{source} is quantized already: give the float one."
     )
@@ -113,60 +140,37 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
         "it; generate and eval take it.",
     )
     folder = destination(config, source)
-    if folder.exists():
-        require(
-            config.overwrite and is_quantized(str(folder)),
-            f"{folder} is there already: choose another save_quantized_params_path, or "
-            "write overwrite=true.",
-        )
-        shutil.rmtree(folder)
+    require(
+        not folder.exists() or (config.overwrite and is_quantized(str(folder))),
+        f"{folder} is there already: choose another save_quantized_params_path, or write "
+        "overwrite=true, which replaces a quantized checkpoint.",
+    )
+    return folder
+
+
+def _from_floats(config: Config, source: str) -> tuple[nnx.Module, dict[str, Any]]:
+    """The model to serve, made one parameter at a time, and its bytes."""
     served = abstract(config)
     floats = nnx.state(models.abstract(section(config, Model)), nnx.Param)
-    wanted = flax.traverse_util.flatten_dict(nnx.to_pure_dict(floats))
-    weights, _ = checkpoint.locate(source)
-    made, before = {}, 0
-    for path, shape in wanted.items():
-        param = read_one(weights, path, shape)
+    flat = lambda state: flax.traverse_util.flatten_dict(nnx.to_pure_dict(state))
+    stored, made, before = flat(checkpoint.stored(source)), {}, 0
+    for path, shape in flat(floats).items():
+        param = read_one(source, path, stored[path]).astype(shape.dtype)
         before += param.nbytes
         one = flax.traverse_util.unflatten_dict({path: param})
         made |= flax.traverse_util.flatten_dict(quantize_params(one, served))
         del param, one
     graph, params, rest = nnx.split(served, nnx.Param, ...)
     nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(made))
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}.") from None
-    settings.save(config, folder / "config.yml")
-    about = checkpoint.locate(source)[1].parent / "data.json"
-    if about.is_file():
-        shutil.copy(about, folder / about.name)
-    interop.save(folder / "params", nnx.merge(graph, params, rest))
-    after = nbytes(made)
-    sizes = {"source": source, "float_bytes": before, "bytes": after}
-    sizes["bytes_on_disk"] = checkpoint.nbytes(folder / "params")
-    (folder / FILE).write_text(json.dumps(sizes, indent=1))
-    say(
-        f"{folder}: {after:,} bytes of weights instead of {before:,} "
-        f"({sizes['bytes_on_disk']:,} on disk)"
-    )
-    return folder
+    sizes = {"source": source, "float_bytes": before, "bytes": nbytes(made)}
+    return nnx.merge(graph, params, rest), sizes
 
 
-def read_one(weights: pathlib.Path, path: tuple, shape: Any) -> jax.Array:
+def read_one(source: str, path: tuple, shape: Any) -> jax.Array:
     """One parameter of a checkpoint."""
-    import orbax.checkpoint as ocp
-
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
-    item = flax.traverse_util.unflatten_dict({path: target})
-    arguments = ocp.checkpoint_utils.construct_restore_args(item)
-    args = ocp.args.PyTreeRestore(item, restore_args=arguments, partial_restore=True)
-    try:
-        got = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(weights, args)
-    except Exception as error:  # noqa: BLE001  whatever a damaged file makes it raise
-        reason = (str(error).splitlines() or ["it does not read"])[0][:200]
-        raise UsageError(f"{weights}: {'/'.join(map(str, path))}: {reason}") from None
+    got = checkpoint.read(source, flax.traverse_util.unflatten_dict({path: target}))
     return flax.traverse_util.flatten_dict(got)[path]
 
 

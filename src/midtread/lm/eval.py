@@ -10,7 +10,7 @@ from flax import nnx
 
 from midtread.lm import checkpoint, convert, data, step
 from midtread.lm.config import Config, require
-from midtread.lm.train import read
+from midtread.report.run import read
 
 
 class Judged(NamedTuple):

@@ -26,6 +26,7 @@ from midtread.lm.config import (
 )
 from midtread.model.rules import did_you_mean
 
+TYPES = {"int", "float", "bool", "str", "null", "list"}  # what `kind` says of others
 SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 
@@ -44,6 +45,8 @@ def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config
     from omegaconf.errors import OmegaConfBaseException
 
     files = [w for w in words if "=" not in w]
+    for word in files:
+        require(word not in keys(), f"{word} is a key: write {word}=<value>.")
     require(
         len(files) <= 1,
         f"two config files, {' and '.join(files)}: give one, then key=value.",
@@ -73,7 +76,8 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
     name = "load_parameters_path="
     paths += [w.removeprefix(name) for w in rest if w.startswith(name)]
     rest = [w for w in rest if not w.startswith(name)]
-    missing = [w for w in rest if "=" not in w and "/" in w and not w.endswith(".yml")]
+    files = {*shipped(), *(w for w in rest if w.endswith((".yml", ".yaml")))}
+    missing = [w for w in rest if "=" not in w and w not in files]
     require(not missing, f"no such run or checkpoint: {' '.join(missing)}.")
     require(
         paths, "which checkpoint? Give its folder, or load_parameters_path=<folder>."
@@ -88,6 +92,7 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
             dropped |= set(keys(Quantization))
         under = {k: v for k, v in own.items() if k not in dropped}
         found.append((path, load(rest, under)))
+        checkpoint.require_same_model(found[-1][1], path)
     return found
 
 
@@ -115,7 +120,8 @@ def _first(error: Any, values: Mapping[str, Any]) -> str:
     name = error["loc"][0]
     given, field = values[name], keys()[name]
     takes = kind(name)
-    hint = did_you_mean(given, takes.split(" | "), lambda v: f"{name}={v}", "")
+    named = [v for v in takes.split(" | ") if v not in TYPES]
+    hint = did_you_mean(given, named, lambda v: f"{name}={v}", "")
     return (
         f"{name}={given!s} is not one of its values: it takes {takes} "
         f"({field.metadata['meaning']}). {hint}"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import build, checkpoint, data, processes, settings, step
+from midtread.lm import build, checkpoint, convert, data, processes, settings, step
 from midtread.lm import model as models
 from midtread.lm.config import (
     Config,
@@ -35,6 +35,7 @@ from midtread.lm.config import (
 )
 from midtread.lm.generate import generate
 from midtread.lm.mesh import Layout, layout_of
+from midtread.report.run import read
 from midtread.report.terminal import Terminal
 
 # keys that may differ from those a run was begun with
@@ -110,8 +111,7 @@ class Metrics:
         self.file = self.board = None
         if not processes.is_first():  # one process writes
             return
-        lines = read(self.path) if self.path.exists() else []
-        self.lines = [x for x in lines if x["step"] < first]
+        self.lines = [x for x in read(self.path) if x["step"] < first]
         self.path.write_text("".join(json.dumps(x) + "\n" for x in self.lines))
         self.file = self.path.open("a")
         if tensorboard:
@@ -135,17 +135,6 @@ class Metrics:
             self.file.close()
         if self.board:
             self.board.close()
-
-
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a kill is not one."""
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
 
 
 def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
@@ -183,10 +172,21 @@ def describe(layout: Layout | None) -> str:
     return f"{layout.mesh.size} devices{hosts} ({axes or 'one of each'}) of "
 
 
+def check_start(config: Config) -> None:
+    """Refuses weights that this model cannot start from."""
+    path = config.load_parameters_path
+    if not path:
+        return
+    checkpoint.require_same_model(config, path)
+    require(
+        not convert.is_quantized(path),
+        f"load_parameters_path={path} is quantized: give the float one.",
+    )
+
+
 def start_model(config: Config, layout: Layout | None) -> nnx.Module:
     model = models.create(section(config, Model), config.seed, layout)
     if config.load_parameters_path:
-        checkpoint.require_same_model(config, config.load_parameters_path)
         state = nnx.state(model, nnx.Param)
         nnx.update(model, checkpoint.load_weights(config.load_parameters_path, state))
     return build.for_training(config, model)
@@ -197,6 +197,7 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     terminal = terminal or Terminal(quiet=not processes.is_first())
     layout = layout_of(config)
     found = build.coverage(config)  # refuses what cannot be, before anything is written
+    check_start(config)
     splits = data.splits(config)
     codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
     folder = folder_of(config)

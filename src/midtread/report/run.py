@@ -8,10 +8,15 @@ from typing import Any
 from midtread.report import html, plot
 
 
-def _lines(folder: pathlib.Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    text = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in text]
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a kill is not one."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
 
 
 def _of(folder: pathlib.Path, name: str) -> str:
@@ -19,13 +24,19 @@ def _of(folder: pathlib.Path, name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _row(folder: pathlib.Path, lines: list[dict[str, Any]]) -> tuple[str, ...]:
+def _names(folders: list[pathlib.Path]) -> dict[pathlib.Path, str]:
+    """Folders by their last name, or in full where two have the same."""
+    last = [f.resolve().name for f in folders]
+    return {f: n if last.count(n) == 1 else str(f) for f, n in zip(folders, last)}
+
+
+def _row(name: str, lines: list[dict[str, Any]]) -> tuple[str, ...]:
     judged = [x["eval_loss"] for x in lines if "eval_loss" in x]
     loss = judged[-1] if judged else math.nan
     rates = sorted(x["tokens_per_second"] for x in lines)
     median = rates[len(rates) // 2] if rates else math.nan
     return (
-        folder.name,
+        name,
         f"{lines[-1]['step'] + 1}" if lines else "-",
         f"{lines[-1]['loss']:.4f}" if lines else "-",
         f"{loss:.4f}",
@@ -40,19 +51,20 @@ def of_runs(
     extra: tuple[html.Section, ...] = (),
 ) -> pathlib.Path:
     """A self-contained page at `path`, and the loss curves as loss.png beside it."""
-    curves = {f.name: _lines(f) for f in folders}
+    names = _names(folders)
+    curves = {name: read(f / "metrics.jsonl") for f, name in names.items()}
     curves = {name: lines for name, lines in curves.items() if lines}
     sections = []
     if curves:
         below = next(((x.columns, x.rows) for x in extra if x.rows), None)
         plot.png(curves, path.parent / "loss.png", below)
         columns = ("run", "steps", "loss", "held-out loss", "perplexity", "tokens/s")
-        rows = tuple(_row(f, curves[f.name]) for f in folders if f.name in curves)
+        rows = tuple(_row(name, lines) for name, lines in curves.items())
         sections.append(html.Section("Loss", picture=plot.svg(curves)))
         sections.append(html.Section("Runs", columns=columns, rows=rows))
     sections += extra
-    for folder in folders:
-        name = f" of {folder.name}" if len(folders) > 1 else ""
+    for folder, name in names.items():
+        name = f" of {name}" if len(names) > 1 else ""
         for title, file in (
             ("Text" + name, "sample.txt"),
             ("What was quantized" + name, "coverage.txt"),
@@ -61,5 +73,5 @@ def of_runs(
         ):
             if text := _of(folder, file):
                 sections.append(html.Section(title, code=text))
-    title = " · ".join(f.name for f in folders)
+    title = " · ".join(names.values())
     return html.write(path, f"Midtread: {title}", sections)
