@@ -225,7 +225,7 @@ def _check_rows(batches, is_packed):
 
 def test_the_smallest_library(monkeypatch):
     monkeypatch.setitem(stream.LIBRARIES, "hf", lambda config: Records(19))
-    with pytest.raises(UsageError, match="19 documents, and eval_fraction=0.05"):
+    with pytest.raises(UsageError, match="19 documents, and one of every 20"):
         data.splits(settings.load(["tiny", "dataset_type=hf"]))
     monkeypatch.setitem(stream.LIBRARIES, "hf", lambda config: Records(20))
     with pytest.raises(UsageError, match="no field text_field=body; it has text"):

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from midtread.lm import build, data, mesh, model, settings, step
+from midtread.lm import build, data, mesh, model, ranges, settings, step
 from midtread.lm.config import Model, Training, UsageError, section
 from midtread.lm.train import read, train
 from midtread.model import prove
@@ -37,6 +37,8 @@ class Trained:
         m, t = section(config, Model), section(config, Training)
         self.layout = layout = mesh.layout_of(config)
         net = build.for_training(config, model.create(m, config.seed, layout))
+        if config.static == "calibrated":
+            ranges.load(config, net)
         self.start, self.parts = step.initial(net, t, layout=layout)
         self.how = step.How(m, t, self.parts.graph, config.seed, layout=layout)
         batch = data.held_out(data.splits(config).train, config)[0]
@@ -151,6 +153,18 @@ def test_a_qarray_is_cut_like_its_array():
     np.testing.assert_array_equal(placed.qvalue, one.qvalue)
 
 
+def test_masks_of_pruned_weights_are_cut_like_them():
+    words = "mesh=fsdp:4,tensor:2", "quantization=fp8_full", "weight_sparsity_n=2", "weight_sparsity_m=4"  # fmt: skip
+    config = settings.load([*DENSE, *words])
+    layout = mesh.layout_of(config)
+    net = build.for_training(config, model.create(section(config, Model), 0, layout))
+    pruning = build.pruning(config, build.coverage(config))
+    state, _ = step.initial(net, section(config, Training), pruning, layout)
+    mask = state.masks["decoder/layers/mlp/wi_0/kernel"]
+    weight = state.learned["decoder"]["layers"]["mlp"]["wi_0"]["kernel"][...]
+    assert mask.sharding.spec == weight.sharding.spec == P(None, "fsdp", "tensor")
+
+
 def test_weights_are_the_same_on_every_mesh():
     m = section(settings.load(DENSE), Model)
     layout = mesh.layout_of(settings.load([*DENSE, "mesh=fsdp:8"]))
@@ -200,6 +214,11 @@ REFUSED = {
     "mesh=fsdp:8 fp8_weight_gather=true quantization=fp8_full": "fixed,-a,a",
     "mesh=data:8 fp8_weight_gather=true quantization=fp8_full "
     "weight_quantization_calibration_method=fixed,-224,224": "mesh=data:8",
+    "mesh=fsdp:8 fp8_weight_gather=true quantization=fp8_full static=calibrated":
+        "fp8_weight_gather=true needs the ranges of a calibration run: write load_parameters_path",
+    "mesh=fsdp:8 fp8_weight_gather=true quantization=fp8_full static=calibrated "
+    "load_parameters_path=/": "load_parameters_path=/ has no static.npz",
+    "expert_dispatch=ring mesh=expert:4,data:2 quantization=fp8_full static=measure": "static=measure",
     "batch_split_factor=2 quantization=int8": "batch_split_factor=2",
     "expert_dispatch=ring mesh=data:8": "expert_dispatch=ring with mesh=data:8",
     "expert_dispatch=ring quantization=int8": "expert_dispatch=ring with quantization=int8",

@@ -6,9 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from midtread.lm import build, quantization, settings
+from midtread.lm import build, model, quantization, ranges, settings
+from midtread.lm.config import Model, UsageError, section
+from midtread.lm.train import train
 from midtread.model import prove
+from midtread.model.flaxlib import QuantStat, read
 from midtread.model.quantize import quantize_model
 from tests.lm.test_mesh import TOLERANCE, trained
 
@@ -165,6 +169,75 @@ def test_weights_are_gathered_in_bytes():
     shapes = set(weights(run).values())
     assert not [c for c in sent if c.dtype != "u8" and c.dims in shapes]
     assert run.losses[1] < run.losses[0]
+
+
+# --- static ranges ----------------------------------------------------------------------------
+
+
+def noted_at(folder, *words) -> str:
+    """A file of ranges as a calibration run writes it, without the run."""
+    config = settings.load([*words, "load_parameters_path=-"])
+    net = build.for_training(config, model.create(section(config, Model)))
+    kept = nnx.state(net, QuantStat)
+    for number, (_, var) in enumerate(nnx.to_flat_state(kept)):
+        held = read(var)
+        wide = 4 + number + jnp.arange(held["absmax"].size).reshape(held["absmax"].shape) % 3  # fmt: skip
+        var.set_value({"count": held["count"] + 1, "absmax": wide.astype(jnp.float32)})
+    ranges.save(folder, kept)
+    return f"load_parameters_path={folder}"
+
+
+STATIC = ("deepseek-v3-fp8-static", *LATENT[1:])
+
+
+def test_codes_travel_with_their_scales(tmp_path):
+    path = noted_at(tmp_path, *STATIC)
+    run = trained(*STATIC, path, "mesh=fsdp:4,data:2")
+    sent = [c for c in gathers(run) if "shard_map" in c.name]
+    coded = sorted(c.dims for c in sent if c.dtype == "u8")
+    assert coded == sorted(weights(run).values())  # each once, a byte an element
+    # scales along the axis that is cut: of the two weights whose output is the stream
+    assert [(c.dtype, c.dims) for c in sent if c.dtype != "u8"] == [
+        ("f32", (1, 32))
+    ] * 2
+    shapes = set(weights(run).values())
+    assert not [c for c in gathers(run) if c.dtype != "u8" and c.dims in shapes]
+    stat = run.state.kept["decoder"]["layers"]["mlp"]["wo"]["kernel_range"]
+    assert read(stat)["absmax"].sharding.spec == P(None, None, "fsdp")
+
+
+def test_explain_says_static_per_axis():
+    said = build.mode(settings.load([*STATIC, "load_parameters_path=runs/cal"]))
+    assert "weights and activations static, per axis" in said and "runs/cal" in said
+    assert "gradients: scales from the data, per row and per column" in said
+
+
+@pytest.mark.slow
+def test_static_ranges_on_a_mesh(tmp_path):
+    words = ("deepseek-v3-fp8-static", *DEEPSEEK[1:])
+    path, grid = noted_at(tmp_path, *words), "mesh=fsdp:4,data:2"
+    coded, wide = (
+        trained(*words, path, grid, f"fp8_weight_gather={x}") for x in ("true", "false")
+    )
+    assert coded.losses == wide.losses  # to the bit
+    alone = trained(*words, path, "mesh=", "fp8_weight_gather=false")
+    np.testing.assert_allclose(coded.losses, alone.losses, rtol=TOLERANCE)
+    ring = trained(*words, path, "mesh=fsdp:2,expert:4", "expert_dispatch=ring")
+    np.testing.assert_allclose(ring.losses, alone.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_calibration_run_and_the_run_that_uses_it(tmp_path):
+    words = [*STATIC, "steps=3", "mesh=", "fp8_weight_gather=false",
+             "eval_steps=1", f"base_output_directory={tmp_path}"]  # fmt: skip
+    plain = train(settings.load([*words, "run_name=plain", "static="]))
+    measured = train(settings.load([*words, "run_name=cal", "static=measure"]))
+    assert measured.eval_loss == plain.eval_loss  # to note is not to change
+    path = f"load_parameters_path={measured.folder}"
+    used = train(settings.load([*words, "run_name=used", path]))
+    assert used.eval_loss < plain.eval_loss
+    with pytest.raises(UsageError, match="max_target_length"):
+        train(settings.load([*words[:-1], path, "max_target_length=8"]))
 
 
 @pytest.mark.slow

@@ -15,6 +15,14 @@ from midtread.model.explain import explain
 from midtread.model.quantize import quantize_model
 from midtread.providers.qt import QtProvider
 
+# what `static` says about ranges: in place of {mode}, that of the value
+STATIC = {
+    "": "{mode}",
+    "measure": "{mode}; the largest are noted for static=calibrated",
+    "calibrated": "weights and activations static, per axis (a weight's output channels, an "
+    "activation's positions; rows of experts share one), noted by {path}; gradients: {mode}",
+}
+
 
 def some_tokens(config: Config, rows: int = 1) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, config.max_target_length), jnp.int32)
@@ -109,4 +117,6 @@ def mode(config: Config, serve: bool = False) -> str:
             f"; {jax.local_device_count()} ranges per weight gradient, one per device: "
             "numbers depend on the mesh"
         )
-    return f"{value.route} route, reach {config.quant_reach}: {value.mode}{note}"
+    path = config.load_parameters_path or "load_parameters_path"
+    how = STATIC[config.static].format(mode=value.mode, path=path)
+    return f"{value.route} route, reach {config.quant_reach}: {how}{note}"

@@ -73,9 +73,6 @@ class Data:
     packing: bool = key(
         True, "several documents to a row, none seeing the others; else one, padded"
     )
-    eval_fraction: float = key(
-        0.05, "share of documents that is held out", at_least=0.001, at_most=0.5
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +231,11 @@ class Quantization:
     bwd_quantization_calibration_method: str = key("", "the same, of gradients")
     drhs_grad_quantization_calibration_method: str = key(
         "", "the same, of gradients in the weights' gradient alone"
+    )
+    static: Literal["", "measure", "calibrated"] = key(
+        "",
+        "fp8_full, ranges per axis: measure and note them, or calibrated: use those that "
+        "load_parameters_path has noted",
     )
     quantization_local_shard_count: int = key(
         1, "ranges of a weight gradient; -1: one per device of this host; 0: float (AQT)",

@@ -28,7 +28,7 @@ import numpy as np
 
 from midtread.lm import stream
 from midtread.lm.config import Config, UsageError, require
-from midtread.lm.rows import Batch, Rows, stack
+from midtread.lm.rows import HELD_OUT, Batch, Rows, stack
 from midtread.lm.tokenizer import need, tokenizer
 
 NO_TESTS = {"test", "tests", "idle_test", "__pycache__", "site-packages"}
@@ -157,7 +157,7 @@ def splits(config: Config) -> Splits:
         np.append(codec.encode(t), codec.end).astype(dtype) for t in documents.texts
     ]
     sizes = [len(t.encode("utf-8", "replace")) for t in documents.texts]
-    train, held, held_bytes = _hold_out(ended, sizes, config.eval_fraction)
+    train, held, held_bytes = _hold_out(ended, sizes)
     make = lambda parts: Rows(
         np.concatenate(parts) if parts else np.zeros(0, dtype),
         np.cumsum([0, *map(len, parts)])[:-1],
@@ -181,18 +181,15 @@ def splits(config: Config) -> Splits:
     return Splits(*rows, about)
 
 
-def _hold_out(
-    ended: list, sizes: list[int], fraction: float
-) -> tuple[list, list, float]:
-    """Every so manyth document; of a single one, the end."""
-    every = round(1 / fraction)
-    if len(ended) >= every:
-        is_held = [i % every == every - 1 for i in range(len(ended))]
+def _hold_out(ended: list, sizes: list[int]) -> tuple[list, list, float]:
+    """One of every HELD_OUT documents; of a few, the end."""
+    if len(ended) >= HELD_OUT:
+        is_held = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(ended))]
         held = [d for d, h in zip(ended, is_held) if h]
         kept = [d for d, h in zip(ended, is_held) if not h]
         return kept, held, sum(s for s, h in zip(sizes, is_held) if h)
     tokens = np.concatenate(ended)
-    cut = len(tokens) - max(int(len(tokens) * fraction), 2)
+    cut = len(tokens) - max(len(tokens) // HELD_OUT, 2)
     per_token = sum(sizes) / len(tokens)
     return [tokens[:cut]], [tokens[cut:]], per_token * (len(tokens) - cut)
 

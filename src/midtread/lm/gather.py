@@ -8,9 +8,11 @@ multiplies by are e4m3 codes, so those are what is sent, at half the bytes of bf
     everywhere  w = codes * scale
 
 The scale must be known without looking at the other parts: a constant of the config
-(`weight_quantization_calibration_method=fixed,-a,a`). The matmul quantizes what arrives
-with the same constant, and gets the same codes back: quantizing twice is quantizing once.
-So a run computes the same numbers with codes on the wire as without.
+(`weight_quantization_calibration_method=fixed,-a,a`), or one per output channel that a
+calibration run has noted (`static=calibrated`), which lies where its channels lie and is
+gathered with them. The matmul quantizes what arrives with the same scale, and gets the same
+codes back: quantizing twice is quantizing once. So a run computes the same numbers with
+codes on the wire as without.
 
 The partitioner would be free to move the cast past the collective (XLA on CPUs does), so
 the gather is written in shard_map, and the codes are sent as integers: a CPU widens fp8
@@ -19,7 +21,7 @@ that the window clipped get none.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,57 +31,101 @@ from jax.sharding import PartitionSpec as P
 
 from midtread.lm import mesh as meshes
 from midtread.lm.mesh import Layout
-from midtread.numerics.qarray import calibrate, dequantize, quantize_to_range
+from midtread.model.flaxlib import read
+from midtread.numerics.qarray import (
+    calibrate,
+    dequantize,
+    quantize_to_range,
+    scales_of,
+    settled,
+)
 from midtread.ops.training import is_inside
+from midtread.providers.static import SUFFIX
 
 
-def gather(layout: Layout, cut: P, dtype: Any, w: jax.Array) -> jax.Array:
-    """`w`, cut along fsdp, whole along it and in `dtype`: what its codes stand for."""
-    return _gather(layout, cut, jnp.dtype(dtype), w)
+def gather(
+    layout: Layout, names: Any, dtype: Any, w: jax.Array, noted: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`w`, cut along fsdp, whole along it and in `dtype`: what its codes stand for. And
+    its ranges, whole too.
+
+    Args:
+        noted: the range of each output channel, cut as `w` is; None for a constant.
+    """
+    return _gather(_How(layout, tuple(names), jnp.dtype(dtype)), w, noted)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(layout, cut, dtype, w):
-    return _forward(layout, cut, dtype, w)[0]
+class _How(NamedTuple):
+    layout: Layout
+    names: tuple
+    dtype: Any
+
+    def cut(self, x: jax.Array) -> P:
+        return meshes.spec(self.layout.sizes, self.names, x.shape)
+
+    def whole(self, x: jax.Array) -> P:
+        return P(*(None if part == "fsdp" else part for part in self.cut(x)))
 
 
-def _forward(layout, cut, dtype, w):
-    spec = layout.codes
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how, w, noted):
+    return _forward(how, w, noted)[0]
+
+
+def _forward(how, w, noted):
+    spec, cut = how.layout.codes, how.cut(w)
     assert spec is not None and "fsdp" in cut
-    axis = tuple(cut).index("fsdp")
-    whole = P(*(None if part == "fsdp" else part for part in cut))
+    given = () if noted is None else (noted,)
 
-    def here(w):
-        w = w.astype(dtype)
-        window = calibrate(w, spec)
+    def here(w, *given):
+        w = w.astype(how.dtype)
+        window = {"absmax": given[0].astype(how.dtype)} if given else calibrate(w, spec)
         q = quantize_to_range(w, spec, window)
         codes = jax.lax.bitcast_convert_type(q.qvalue, jnp.uint8)
-        codes = jax.lax.all_gather(codes, "fsdp", axis=axis, tiled=True)
+        codes = _together(codes, cut)
         codes = jax.lax.bitcast_convert_type(codes, q.qvalue.dtype)
-        return dequantize(q.replace(qvalue=codes), dtype), is_inside(w, window)
+        scale, ranges = q.scale, [_together(x, how.cut(noted)) for x in given]
+        if ranges:
+            everywhere = {"absmax": ranges[0].astype(how.dtype)}
+            scale = settled(scales_of(everywhere, spec).scale.astype(how.dtype))
+        out = dequantize(q.replace(qvalue=codes, scale=scale), how.dtype)
+        return out, is_inside(w, window), *ranges
 
     run = jax.shard_map(
-        here, mesh=layout.mesh, in_specs=cut, out_specs=(whole, cut), check_vma=False
+        here,
+        mesh=how.layout.mesh,
+        in_specs=(cut, *map(how.cut, given)),
+        out_specs=(how.whole(w), cut, *map(how.whole, given)),
+        check_vma=False,
     )
-    out, inside = run(w)
-    return out, (inside, jnp.zeros((0,), w.dtype))
+    out, inside, *ranges = run(w, *given)
+    # a constant window clips on purpose; a noted one saturates, as in the matmul
+    kept = inside if spec.calibration.clips else None
+    return (out, ranges[0] if ranges else None), (kept, jnp.zeros((0,), w.dtype))
 
 
-def _backward(layout, cut, dtype, kept, g):
-    inside, like = kept
-    g = jax.lax.with_sharding_constraint(g, NamedSharding(layout.mesh, cut))
-    return (jnp.where(inside, g, jnp.zeros_like(g)).astype(like.dtype),)
+def _together(x: jax.Array, cut: P) -> jax.Array:
+    if "fsdp" not in cut:
+        return x
+    return jax.lax.all_gather(x, "fsdp", axis=tuple(cut).index("fsdp"), tiled=True)
+
+
+def _backward(how, kept, gs):
+    (inside, like), (g, _) = kept, gs
+    where = NamedSharding(how.layout.mesh, how.cut(g))
+    g = jax.lax.with_sharding_constraint(g, where)
+    g = g if inside is None else jnp.where(inside, g, jnp.zeros_like(g))
+    return g.astype(like.dtype), None
 
 
 _gather.defvjp(_forward, _backward)
 
 
-def travels_as_codes(layout: Layout, path: tuple, names: Any, shape: tuple) -> P | None:
-    """How a weight is cut, if it is cut along fsdp and quantized; else None."""
+def travels_as_codes(layout: Layout, path: tuple, names: Any, shape: tuple) -> bool:
+    """Whether a weight is cut along fsdp, and quantized."""
     if layout.codes is None or any(str(part) in layout.wide for part in path):
-        return None
-    cut = meshes.spec(layout.sizes, names, shape)
-    return cut if "fsdp" in cut else None
+        return False
+    return "fsdp" in meshes.spec(layout.sizes, names, shape)
 
 
 def with_weights(run, inside: str = "layers"):
@@ -92,7 +138,7 @@ def with_weights(run, inside: str = "layers"):
         if layout is None or layout.codes is None or inside in layout.wide:
             return run(module, *args)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
-        copy = nnx.merge(graph, _gathered(layout, params), rest)
+        copy = nnx.merge(graph, *_gathered(layout, params, rest))
         out = run(copy, *args)
         nnx.update(module, nnx.state(copy, nnx.Not(nnx.Param)))
         return out
@@ -100,10 +146,17 @@ def with_weights(run, inside: str = "layers"):
     return near
 
 
-def _gathered(layout: Layout, params: nnx.State) -> nnx.State:
-    def one(path: tuple, var: nnx.Variable) -> nnx.Variable:
+def _gathered(layout: Layout, params: nnx.State, rest: nnx.State):
+    """Weights, and all else, with those that travel gathered, and their ranges too."""
+    weights, others = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(rest))
+    for path, var in weights.items():
         names, w = var.get_metadata().get("out_sharding"), var[...]
-        cut = travels_as_codes(layout, path, names, w.shape)
-        return var if cut is None else var.replace(gather(layout, cut, layout.dtype, w))
-
-    return nnx.map_state(one, params)
+        if not travels_as_codes(layout, path, names, w.shape):
+            continue
+        beside = (*path[:-1], f"{path[-1]}{SUFFIX}")
+        held = read(others[beside]) if beside in others else {}
+        w, noted = gather(layout, names, layout.dtype, w, held.get("absmax"))
+        weights[path] = var.replace(w)
+        if held:
+            others[beside] = others[beside].replace({**held, "absmax": noted})
+    return nnx.from_flat_state(weights), nnx.from_flat_state(others)

@@ -9,8 +9,9 @@
 
 Every weight names its axes (`lm/model.py`), and LOGICAL says which mesh axis cuts which;
 one that a mesh axis does not divide is refused before anything is built. What belongs to
-an array lies as it does: moments of the optimizer, a QArray's codes and, where they
-have more than one, its scales. Vectors and statistics are whole everywhere.
+an array lies as it does: moments of the optimizer, masks of pruned weights, static ranges
+and a QArray's codes and scales, along the axes where they have more than one. Vectors and
+amax histories (one number per tensor and step) are whole everywhere.
 
 XLA's partitioner does the rest, so the mathematics is that of one device: ranges are taken
 over whole arrays, no token is dropped on its way to an expert, and numbers differ by the
@@ -31,6 +32,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from midtread.lm import ranges
 from midtread.lm.config import Config, Model, require, section
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
@@ -98,8 +100,8 @@ def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) ->
         cut = free.get(axis, 1) if axis else 1
         fits = cut > 1 and extent % cut == 0
         made.append(axis if fits else None)
-        if fits:
-            free.pop(axis)
+        if fits or extent == 1:  # a scale lies as the array it belongs to
+            free.pop(axis, None)
     return P(*made)
 
 
@@ -152,19 +154,20 @@ class Layout:
         """Of an array whose first axis is the batch."""
         return NamedSharding(self.mesh, P(BATCH, *[None] * (ndim - 1)))
 
-    def shardings(self, tree: Any) -> Any:
-        """Where every array of `tree` (variables that name their axes) belongs."""
+    def shardings(self, tree: Any, names: Sequence | None = None) -> Any:
+        """Where every array of `tree` (variables that name their axes, or `names` for
+        all leaves) belongs."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         made = []
-        for names, (path, x) in zip(names_of(tree), leaves):
-            if self.whole_scales and _is_scale(path) and _is_rank_one(names, x.shape):
-                names = None
-            made.append(self.sharding(names, x.shape))
+        for axes, (path, x) in zip(names or names_of(tree), leaves, strict=True):
+            if self.whole_scales and _is_scale(path) and _is_rank_one(axes, x.shape):
+                axes = None
+            made.append(self.sharding(axes, x.shape))
         return jax.tree.unflatten(structure, made)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Any, names: Sequence | None = None) -> Any:
         """`tree` on its devices; every process holds the same values."""
-        return jax.tree.map(_put, tree, self.shardings(tree))
+        return jax.tree.map(_put, tree, self.shardings(tree, names))
 
     def place_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         ways = math.prod(self.sizes[a] for a in BATCH)
@@ -172,10 +175,10 @@ class Layout:
         fits = lambda x: self.rows(x.ndim) if len(x) % ways == 0 else whole
         return {k: _put(x, fits(x)) for k, x in batch.items()}
 
-    def keep(self, tree: Any) -> Any:
+    def keep(self, tree: Any, names: Sequence | None = None) -> Any:
         """Inside jit: `tree`, lying as it should."""
         constrain = jax.lax.with_sharding_constraint
-        return jax.tree.map(constrain, tree, self.shardings(tree))
+        return jax.tree.map(constrain, tree, self.shardings(tree, names))
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -321,12 +324,15 @@ def check_recipe(config: Config) -> None:
             f"fp8_weight_gather=true with {what}: weights travel as codes of e4m3, which "
             "quantization=fp8_full alone multiplies by.",
         )
-        require(
-            calibration.parse(_weight_method(config)).method == "fixed",
-            "fp8_weight_gather=true needs weight_quantization_calibration_method=fixed,-a,a"
-            f": a range found in the data ({_weight_method(config)}) is not known before "
-            "the weights are together.",
-        )
+        if config.static == "calibrated":
+            ranges.find(config)
+        else:
+            require(
+                calibration.parse(_weight_method(config)).method == "fixed",
+                "fp8_weight_gather=true needs weight_quantization_calibration_method="
+                f"fixed,-a,a or static=calibrated: a range found in the data "
+                f"({_weight_method(config)}) is not known before the weights are together.",
+            )
         require(
             sizes(config.mesh, jax.device_count())["fsdp"] > 1,
             f"fp8_weight_gather=true with mesh={config.mesh or repr('')}: only an fsdp "
@@ -343,6 +349,11 @@ def check_recipe(config: Config) -> None:
             sizes(config.mesh, jax.device_count())["expert"] > 1,
             f"{how} with mesh={config.mesh or repr('')}: tokens travel along an expert "
             "axis. Write mesh=expert:-1, or expert_dispatch=xla.",
+        )
+        require(
+            config.static != "measure",
+            f"{how} with static=measure: by hand each device sees its own rows alone. "
+            "Write expert_dispatch=xla to measure.",
         )
     if config.batch_split_factor > 1:
         require(

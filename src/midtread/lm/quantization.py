@@ -16,6 +16,7 @@ A key that a value does not use is refused by name.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -33,7 +34,9 @@ from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_channel, per
 from midtread.providers.delayed import DelayedFp8Provider
 from midtread.providers.ptq import PtqProvider
 from midtread.providers.qt import QtProvider
+from midtread.providers.static import StaticProvider
 
+HEADROOM = "absmax,2"  # of static ranges: a power of two costs a float no precision
 LAYERS = r"decoder/.*layers.*"
 MTP = r"mtp_block.*"
 HEAD = r"decoder/logits_dense"
@@ -66,7 +69,8 @@ FORWARD = "forward"
 
 def _calibrations(config: Config) -> dict[str, Any]:
     """The five keys, as fields of a rule."""
-    both = config.quantization_calibration_method or "absmax"
+    both = config.quantization_calibration_method
+    both = both or (HEADROOM if config.static else "absmax")
     made: dict[str, Any] = {
         "weight_calibration_method": config.weight_quantization_calibration_method
         or both,
@@ -166,7 +170,7 @@ VALUES: dict[str, tuple[Value, ...]] = {
     "fp8_e4m3":              (_qwix("float8_e4m3fn"),),
     "fp8_e5m2":              (_qwix("float8_e5m2"),),
     "fp8_full":              (_qwix("float8_e4m3fn", "float8_e5m2", grad_tiles=False,
-                                    experts=True, uses=("weight_sparsity_n", "weight_sparsity_m",
+                                    experts=True, uses=("static", "weight_sparsity_n", "weight_sparsity_m",
                                     "weight_sparsity_start_step", "weight_sparsity_update_step")),),
     "fp8_gpu":               (_delayed("qwix"),),
     "fp8_nanoo":             (_delayed("qwix", fnuz=True),),
@@ -216,7 +220,7 @@ def value_of(config: Config) -> Value | None:
 # --- what is asked for, and what can be had ---------------------------------------------------
 
 PARTICULAR = (
-    *CALIBRATIONS, "quantization_local_shard_count", "constant_bound_config",
+    *CALIBRATIONS, "static", "quantization_local_shard_count", "constant_bound_config",
     "quant_cfg_path", "weight_sparsity_n", "weight_sparsity_m",
     "weight_sparsity_start_step", "weight_sparsity_update_step",
 )  # fmt: skip
@@ -239,6 +243,8 @@ def check(config: Config) -> None:
                 calibration.parse(text)
             except ValueError as error:
                 raise UsageError(f"{name}: {error}") from None
+    if config.static:
+        _check_static(config)
     pruned = config.weight_sparsity_n is not None
     for name in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
         require(
@@ -246,6 +252,25 @@ def check(config: Config) -> None:
             f"{name} without weight_sparsity_n and weight_sparsity_m: give all three.",
         )
     _check_reach(config, value, what)
+
+
+def _check_static(config: Config) -> None:
+    how = f"static={config.static}"
+    for name in (
+        *CALIBRATIONS[:1],
+        *(f"{x}_{CALIBRATIONS[0]}" for x in ("weight", "act")),
+    ):
+        text = getattr(config, name)
+        require(
+            not text or calibration.parse(text).method == "absmax",
+            f"{how} with {name}={text}: static ranges are the largest |x| seen. Write "
+            f"{name}=absmax,<headroom>, or drop it.",
+        )
+    require(
+        config.quant_reach == "all" or config.num_experts == 1,
+        f"{how} with quant_reach=maxtext: experts have no static ranges there. Write "
+        "quant_reach=all.",
+    )
 
 
 def _check_reach(config: Config, value: Value | None, what: str) -> None:
@@ -333,14 +358,23 @@ def provider(config: Config) -> QuantizationProvider | None:
     if not made:
         return None
     value = value_of(config)
+    make = value.provider if value else QtProvider
+    if config.static:
+        measuring = config.static == "measure"
+        make = functools.partial(StaticProvider, measuring=measuring)
     try:
-        return (value.provider if value else QtProvider)(made)
+        return make(made)
     except ValueError as error:
         raise UsageError(f"quant: {error}") from None
 
 
 def serving(config: Config) -> PtqProvider | None:
     """What to quantize a checkpoint with, and serve it under; None in float."""
+    require(
+        not config.static,
+        f"static={config.static} is for training: a checkpoint's weights are quantized "
+        "with ranges of their own. Drop it.",
+    )
     made = rules(config)
     if not made:
         return None

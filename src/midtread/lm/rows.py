@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+HELD_OUT = 20  # of so many documents the last is what a run is judged by
 Batch = dict[str, np.ndarray]  # inputs, targets, positions, segments, mask: [B, T]
 
 

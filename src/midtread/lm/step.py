@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from midtread.lm.config import Model, Training
-from midtread.lm.mesh import Layout, using
+from midtread.lm.mesh import Layout, names_of, using
 from midtread.lm.model import Transformer
 from midtread.numerics.sparsity import Sparsity
 from midtread.providers.delayed import (
@@ -193,7 +193,14 @@ def initial(
     masks = pruning.masks(parts.learned) if pruning else {}
     start, opt = jnp.zeros((), jnp.int32), optimizer(t).init(parts.learned)
     state = State(start, parts.learned, parts.kept, opt, masks)
-    return (layout.place(state) if layout else state), parts
+    return (layout.place(state, _names(state)) if layout else state), parts
+
+
+def _names(state: State) -> list[tuple | None]:
+    """The logical axes of every array: a mask has those of its weight."""
+    weights = dict(zip(_by_path(state.learned), names_of(state.learned)))
+    others = names_of(state._replace(masks={}))
+    return [*others, *(weights[path] for path in sorted(state.masks))]
 
 
 class How(NamedTuple):
@@ -225,7 +232,7 @@ def run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, 
     """One step."""
     with using(how.layout):
         state, metrics = _run(how, state, random, batch)
-    return (how.layout.keep(state) if how.layout else state), metrics
+    return (how.layout.keep(state, _names(state)) if how.layout else state), metrics
 
 
 def _run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
@@ -252,7 +259,8 @@ def _run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State,
 def _gradients(how, random, key, learned, total, kept, batch):
     def loss_of(learned):
         noise = with_noise(random, jax.random.fold_in(key, batch["number"]))
-        model = Parts(how.graph, learned, kept, noise).whole()
+        here = jax.tree.map(lambda x: x, kept)  # variables of this trace
+        model = Parts(how.graph, learned, here, noise).whole()
         loss, lm_loss = loss_sums(how.m, how.t.z_loss_multiplier, model, batch, total)
         return loss, (lm_loss, take_apart(model).kept)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from midtread.lm.config import Config, UsageError, require
-from midtread.lm.rows import Batch, Rows, row
+from midtread.lm.rows import HELD_OUT, Batch, Rows, row
 from midtread.lm.tokenizer import Tokenizer, need
 
 # --- libraries --------------------------------------------------------------------------------
@@ -154,13 +154,12 @@ class Cut:
 def splits(config: Config, codec: Tokenizer) -> tuple[Stream, Rows, dict[str, Any]]:
     """What to train on, what to be judged by, and what both are."""
     records = LIBRARIES[config.dataset_type](config)
-    every = round(1 / config.eval_fraction)
     require(
-        len(records) >= every,
-        f"dataset_type={config.dataset_type} has {len(records)} documents, and "
-        f"eval_fraction={config.eval_fraction} holds out one of {every}: write a larger one.",
+        len(records) >= HELD_OUT,
+        f"dataset_type={config.dataset_type} has {len(records)} documents, and one of every "
+        f"{HELD_OUT} is held out: give it more.",
     )
-    kept = Documents(records, config.text_field, every)
+    kept = Documents(records, config.text_field, HELD_OUT)
     length = config.max_target_length
     train = Stream(kept, codec, length, config.packing)
     held = dataclasses.replace(kept, held_out=True)

@@ -2,6 +2,7 @@
 
     <base_output_directory>/<run_name>/
         config.yml  data.json  coverage.txt     what was asked for, and what it reached
+        static.npz                              ranges, with static=measure
         metrics.jsonl                           one line per step
         checkpoints/                            to go on from
         sample.txt  loss.png  report.html       when it is done
@@ -21,7 +22,16 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import build, checkpoint, convert, data, processes, settings, step
+from midtread.lm import (
+    build,
+    checkpoint,
+    convert,
+    data,
+    processes,
+    ranges,
+    settings,
+    step,
+)
 from midtread.lm import model as models
 from midtread.lm.config import (
     Config,
@@ -189,7 +199,10 @@ def start_model(config: Config, layout: Layout | None) -> nnx.Module:
     if config.load_parameters_path:
         state = nnx.state(model, nnx.Param)
         nnx.update(model, checkpoint.load_weights(config.load_parameters_path, state))
-    return build.for_training(config, model)
+    model = build.for_training(config, model)
+    if config.static == "calibrated":
+        ranges.load(config, model)
+    return model
 
 
 def train(config: Config, terminal: Terminal | None = None) -> Result:
@@ -220,6 +233,8 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
         eval_loss = loop.run()
     finally:
         loop.close()
+    if config.static == "measure":
+        ranges.save(folder, loop.state.kept)
     sample = ""
     if not processes.is_first():
         return Result(folder, eval_loss, config.steps, sample)

@@ -65,11 +65,12 @@ class QtProvider(QuantizationProvider):
         )
         recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]), c.name)
         ranges, key = Ranges(), None
-        if rule.act_static_scale:
+        if self._keeps_ranges(rule):
             ranges = Ranges(*(
-                self._static_range(rule, f"{op_id}_{side}", c.place(spec, side), x)
-                if spec is not None and not is_weight and is_wide(x.dtype) else None
-                for side, spec, x, is_weight in zip(
+                self._range(rule, op_id, c, side, spec, x, weight)
+                if spec is not None and not isinstance(x, QArray) and is_wide(x.dtype)
+                else None
+                for side, spec, x, weight in zip(
                     ("lhs", "rhs"), (recipe.fwd.lhs, recipe.fwd.rhs), (lhs, rhs), weights)
             ))  # fmt: skip
         if recipe.is_random:
@@ -89,9 +90,16 @@ class QtProvider(QuantizationProvider):
             spec = dataclasses.replace(spec, channelwise_axes=())
         return learn_look_up(a, spec, indices, axis, **options)
 
-    def _static_range(self, rule: QtRule, name: str, spec: Spec, x: jax.Array):
-        """The average range so far; the current one until there is an average."""
-        module = intercept.current_module()
+    def _keeps_ranges(self, rule: QtRule) -> bool:
+        return bool(rule.act_static_scale)
+
+    def _range(self, rule: QtRule, op_id: str, c, side: str, spec: Spec, x, weight):
+        """Of an activation the average so far; the current one until there is an
+        average. None, that of the data, for a weight."""
+        if weight:
+            return None
+        module, name = intercept.current_module(), f"{op_id}_{side}"
+        spec = c.place(spec, side)
         axes = tuple(a % x.ndim for a in rule.act_batch_axes)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
         seen = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}

@@ -1,0 +1,102 @@
+"""StaticProvider: quantized training with ranges that an earlier run has found.
+
+    StaticProvider(rules, measuring=True)     trains as QtProvider does, ranges from the
+                                              data, and notes the largest of every axis
+    StaticProvider(rules, measuring=False)    uses what was noted, and looks no more
+
+A weight has a range per output channel, `<weight>_range`, which lies on the devices that the
+weight lies on. An activation has one per position: per index of each axis that the matmul
+keeps and that is not the batch (axis 0). Rows of a grouped matmul have no fixed meaning, so
+they share one. The largest |x| counts, not a mean: a weight that saturates stays where it
+is. Headroom for what is to come is the factor of the rule's method, "absmax,2".
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.model import flaxlib, intercept
+from midtread.model.rules import QtRule
+from midtread.model.weights import turn_of
+from midtread.numerics import calibration
+from midtread.numerics.qarray import calibrate
+from midtread.numerics.spec import Spec
+from midtread.providers.qt import QtProvider
+
+SUFFIX = "_range"  # of a weight's name
+
+
+class StaticProvider(QtProvider):
+    """Trains under rules with ranges per axis that were measured once.
+
+    Args:
+        measuring: note the ranges seen, and use those of the data at hand.
+    """
+
+    def __init__(self, rules, *, measuring: bool, **how):
+        self._measuring = measuring
+        super().__init__(rules, **how)
+
+    def _init_rule(self, rule) -> QtRule:
+        rule = super()._init_rule(rule)
+        for name in ("weight_calibration_method", "act_calibration_method"):
+            method = getattr(rule, name)
+            if method and calibration.parse(method).method != "absmax":
+                raise ValueError(
+                    f"rule {rule.module_path!r}: {name}={method!r}, but static ranges are "
+                    "the largest |x| seen: write 'absmax' or 'absmax,<headroom>'."
+                )
+        return rule
+
+    def _keeps_ranges(self, rule: QtRule) -> bool:
+        return True
+
+    def _range(self, rule, op_id, c, side, spec, x, weight) -> Any:
+        spec, module = c.place(spec, side), intercept.current_module()
+        if not weight:
+            return self._noted(f"{op_id}_{side}", spec, x, (0,), None)
+        axes = turn_of(module, weight, x)
+        if axes is None:
+            raise ValueError(
+                f"{flaxlib.path_of(module)}/{op_id}: a reshape of a transpose of "
+                f"{weight!r} has no axis of its own to keep a static range for."
+            )
+        return self._noted(f"{weight}{SUFFIX}", spec, x, (), axes)
+
+    def _noted(self, name: str, spec: Spec, x: jax.Array, shared: tuple, axes):
+        """A range that is kept: of `x`, over its `shared` axes, in a weight's own order
+        of axes."""
+        module = intercept.current_module()
+        _, counts = spec.layout(x.shape)
+        shape = tuple(1 if a in shared else n for a, n in enumerate(counts))
+        turn = tuple(axes) if axes is not None else tuple(range(x.ndim))
+        back = tuple(turn.index(a) for a in range(x.ndim))
+        stat = flaxlib.variable(
+            module, "quant_stats", name, lambda: nothing([shape[a] for a in back])
+        )
+        held = flaxlib.read(stat)
+        if not self._measuring:
+            return {"absmax": held["absmax"].transpose(turn).astype(x.dtype)}
+        seen = calibrate(jax.lax.stop_gradient(x), spec)["absmax"].astype(jnp.float32)
+        seen = jnp.max(seen, axis=shared, keepdims=True).transpose(back)
+        if flaxlib.can_update(module):
+            largest = jnp.maximum(held["absmax"], seen)
+            flaxlib.write(stat, {"count": held["count"] + 1, "absmax": largest})
+        return None  # that of the data at hand
+
+    def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
+        super().prepare_nnx(model, method, inputs, kwargs, rngs)
+        for _, module in nnx.iter_modules(model):
+            for name, var in list(vars(module).items()):
+                if isinstance(var, flaxlib.QuantStat) and name.endswith(SUFFIX):
+                    weight = getattr(module, name.removesuffix(SUFFIX))
+                    names = weight.get_metadata().get("out_sharding")
+                    if names:
+                        var.set_metadata(out_sharding=names, eager_sharding=False)
+
+
+def nothing(shape) -> dict[str, jax.Array]:
+    """A range of which nothing was seen yet."""
+    return {"count": jnp.zeros((), jnp.int32), "absmax": jnp.zeros(shape, jnp.float32)}
