@@ -183,8 +183,10 @@ def describe(layout: Layout | None) -> str:
 
 
 def check_start(config: Config) -> None:
-    """Refuses weights that this model cannot start from."""
+    """Refuses weights, or ranges, that this model cannot start from."""
     path = config.load_parameters_path
+    if config.static == "calibrated":
+        ranges.find(config)
     if not path:
         return
     checkpoint.require_same_model(config, path)
