@@ -269,6 +269,7 @@ def _serve(rows: tuple[int, ...], names) -> list[str]:
                 measure, served.apply, {"params": params}, x, calls=calls[m]
             )
             lines.append(_served_line(name, m, _attempt(run), base[m]))
+            print(lines[-1], flush=True)
         del params
     return lines
 

@@ -8,7 +8,7 @@ import pathlib
 
 import jax.numpy as jnp
 
-from midtread.kernels import gpu
+from midtread.kernels import few_rows_gpu, gpu
 from midtread.numerics.formats import FORMATS, Format, dtype_bits
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "matrix.md"
@@ -26,7 +26,7 @@ bits are stored, none are saved in arithmetic. Weight-only means 16-bit activati
 
 
 def _weight_only(fmt: Format) -> str:
-    if fmt.name in gpu.WEIGHTS:
+    if fmt.name in few_rows_gpu.WEIGHTS:
         return "kernel"
     return "decoded to the activations' type"
 

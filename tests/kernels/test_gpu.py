@@ -15,9 +15,11 @@ from midtread.kernels import (
     blocked_gpu,
     choose,
     decode_gpu,
+    few_rows_gpu,
     gpu,
     matmul_gpu,
     quantize_gpu,
+    stream_gpu,
     tuned,
     xla,
 )
@@ -71,6 +73,58 @@ def test_weight_only(name, tile, rows):
     x = random(2, rows, 256)
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
+
+
+STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, looking ahead
+    ("int8", None, stream_gpu.Blocks(64, 2)),
+    ("nf4", 64, stream_gpu.Blocks(128, 2, split=2)),
+    ("int4", 32, stream_gpu.Blocks(64, 3, ahead=True)),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("name", "tile", "blocks"), STREAMED)
+def test_streamed_weights(name, tile, blocks, monkeypatch):
+    """Hopper's kernel for few rows, which decodes without its PTX here."""
+    monkeypatch.setattr(tuned, "stream_blocks", lambda *_: blocks)
+    tiles = {0: tile} if tile else {}
+    w = mt.quantize(random(1, 256, 256), name, channelwise_axes=[1], tiled_axes=tiles)
+    x, inner = random(2, 9, 256), w.scale if tile else None
+    out = few_rows_gpu.weight(x, w.qvalue, inner, w.format, 0, True, hopper=True)
+    exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
+    out = out if tile else out * w.scale.astype(jnp.float32)
+    assert error(out, exact) < 2e-3  # nf4's table is rounded
+
+
+def test_streamed_blocks_fit():
+    """Buffers that fill the ring without a deadlock, and the sum in equal parts."""
+    for name, tile in [("int8", None), ("int8", 256), ("int4", 128), ("nf4", 64)]:
+        for rows, k, n in [(1, 4096, 14336), (16, 14336, 4096), (64, 128, 256)]:
+            with pretend_gpu():
+                tile = min(tile or k, k)
+                blocks = tuned.stream_blocks(as_format(name), rows, (k, n), tile)
+            chunks = k // (blocks.k * blocks.split)
+            assert k % (blocks.k * blocks.split) == 0
+            assert blocks.stages >= min(blocks.least, chunks)
+            assert blocks.split * n // stream_gpu.COLUMNS <= 132
+
+
+def test_what_is_not_streamed():
+    why = functools.partial(few_rows_gpu.why_not_stream, as_format("int4"))
+    assert why((256, 256), 4, (1, 1), jnp.bfloat16) is None
+    assert "not bfloat16" in why((256, 256), 4, (1, 1), jnp.float16)
+    for shape, groups in [((256, 192), 1), ((192, 256), 1), ((256, 256), 16)]:
+        assert "do not divide" in why(shape, 4, (groups, shape[1]), jnp.bfloat16)
+
+
+def test_a_shard_too_narrow_to_stream():
+    """A device's part of a weight that is streamed as a whole: the same numbers by XLA."""
+    w = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[1])
+    x = random(2, 4, 256)
+    out = few_rows_gpu._stream_call(w.format, False, False)(x, w.qvalue)
+    out = out * w.scale.astype(jnp.float32)
+    exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
+    assert error(out, exact) < 1e-5
 
 
 @pytest.mark.parametrize(("name", "rows"), [("int8", 1), ("e4m3", 19)])
@@ -134,6 +188,10 @@ def test_shard_map_with_its_checks_takes_kernels(monkeypatch):
     spec = jax.sharding.PartitionSpec
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     run = over_four(mt.dot, spec("x"), spec())
+    assert uses_kernel(run, random(2, 8, 256), w)
+    w = mt.quantize(
+        random(1, 256, 256), "nf4", channelwise_axes=[1], tiled_axes={0: 64}
+    )
     assert uses_kernel(run, random(2, 8, 256), w)
     ops = mt.learn(mt.recipe("qwix_int8"))
     step = lambda x, w: jax.grad(lambda x: jnp.sum(ops.dot(x, w)))(x)
@@ -284,6 +342,19 @@ def test_hopper_kernels_lower_for_cuda(out):
             lambda a, b, s, t: blocked_gpu.blocked_matmul(a, b, s, t, out),
             float8, float8, tiles, scales,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tile"), WEIGHTS)
+def test_streamed_weights_lower_for_cuda(name, tile):
+    fmt = as_format(name)
+    bits = 4 if fmt.bits <= 4 else 8
+    codes = SHAPE((4096, 1024 * bits // 8), jnp.int8)
+    scale = SHAPE((4096 // tile, 1024), jnp.bfloat16) if tile else None
+    for rows in (1, 64):
+        with pretend_gpu():
+            blocks = tuned.stream_blocks(fmt, rows, (4096, 1024), tile)
+        run = functools.partial(stream_gpu.stream_matmul, fmt=fmt, blocks=blocks)
+        lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
 
 
 def test_odd_sizes_lower_for_cuda(monkeypatch):

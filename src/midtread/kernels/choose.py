@@ -70,6 +70,12 @@ def _kernels() -> ModuleType:
     return gpu
 
 
+def _few_rows() -> ModuleType:
+    from midtread.kernels import few_rows_gpu
+
+    return few_rows_gpu
+
+
 @functools.cache
 def _capability(device) -> tuple[int, int] | None:
     """Of an NVIDIA GPU, (9, 0) for Hopper; None of any other device."""
@@ -213,9 +219,9 @@ def weight_only(
     if not summed or matrix is None or any(w_labels[a] in x_labels for a in kept):
         return None
     x_MK = cpu.rows(x, tuple(x_labels.index(w_labels[a]) for a in summed))
-    scale = w.scale.astype(jnp.float32)
+    scale = w.scale
     if w.global_scale is not None:
-        scale = scale * w.global_scale.astype(jnp.float32)
+        scale = scale.astype(jnp.float32) * w.global_scale.astype(jnp.float32)
 
     inner = None  # the part of the scale that must be applied before the sum
     if any(scale.shape[a] != 1 for a in summed):
@@ -227,6 +233,7 @@ def weight_only(
         return None
     extents = [w.qvalue.shape[a] for a in kept]
     if inner is None:
+        scale = scale.astype(jnp.float32)
         counts = [scale.shape[a] for a in kept]
         scale = (
             views.expand(scale.reshape(counts), extents) if scale.size != 1 else scale
@@ -249,18 +256,20 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
         if not cpu.supports(fmt, shape, x_MK.shape[0], counts):
             return None
         how = {"fmt": fmt, "summed": summed, "precision": precision}
+        inner = None if inner is None else inner.astype(jnp.float32)
         return cpu.dot(x_MK, codes, inner, **how)
     reason = _why_no_gpu(hopper=False)
     if reason is None and _is_explicit(x_MK, w.qvalue):
         reason = "its operands are laid out over a mesh with explicit axes"
     if reason is None and not _is_static(x_MK, w.qvalue):
         reason = SYMBOLIC
+    hopper = not _interpret() and _why_no_gpu(hopper=True) is None
     if reason is None:
-        how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype)
-        reason = _kernels().why_not_weight(*how)
+        how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype, hopper)
+        reason = _few_rows().why_not_weight(*how)
     if not _taken(reason, f"these rows by a weight of {fmt.name}"):
         return None
-    return _kernels().weight(x_MK, codes, inner, fmt, summed, _interpret())
+    return _few_rows().weight(x_MK, codes, inner, fmt, summed, _interpret(), hopper)
 
 
 def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
@@ -273,7 +282,7 @@ def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | Non
     side = int(sizes[1] < sizes[0])
     x, of = (lhs, rhs)[side], labels[side]
     w = (rhs, lhs)[side]
-    if sizes[side] > _kernels().MAX_ROWS or not isinstance(w, QArray):
+    if sizes[side] > _few_rows().MAX_ROWS or not isinstance(w, QArray):
         return None
     factor = None
     if not isinstance(x, QArray):

@@ -137,7 +137,7 @@ def _planes(p, fmt: Format, dtype, native: bool) -> tuple:
         planes = p & 15, (p >> 4) & 15
     if fmt.table is not None:
         return tuple(
-            _select(v.astype(jnp.int32), fmt.table).astype(dtype) for v in planes
+            select(v.astype(jnp.int32), fmt.table).astype(dtype) for v in planes
         )
     return tuple(v.astype(dtype) for v in planes)
 
@@ -149,7 +149,7 @@ def _nibble_asm(fmt: Format, dtype, shift: int) -> str:
     return _SPREAD.format(kind=kind, one=one, off=off, magic=magic, shift=shift)
 
 
-def _select(u, table):
+def select(u, table):
     values = [jnp.float32(v) for v in table]
     for bit in range(4):
         odd = (u & (1 << bit)) != 0

@@ -13,17 +13,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from midtread.kernels import blocked_gpu, decode_gpu, matmul_gpu, quantize_gpu, tuned
+from midtread.kernels import blocked_gpu, matmul_gpu, quantize_gpu, tuned
+from midtread.kernels.few_rows_gpu import MAX_ROWS
 from midtread.kernels.functions import as_function
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
 from midtread.kernels.quantize_gpu import TILE
 from midtread.numerics import views
-from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
-from midtread.numerics.rounding import decode
 
 Labels = tuple[str, ...]
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -170,102 +168,6 @@ def blocked(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
 def _spread(part: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """[r, t] repeated to `shape`, by tiles."""
     return views.expand(part, shape)
-
-
-# --- few rows against a stored weight ---------------------------------------------------------
-
-WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "nf4")
-MAX_ROWS = 64
-
-
-def why_not_weight(fmt, shape, summed: int, rows: int, counts, dtype) -> str | None:
-    """Why the kernel for few rows cannot take this weight; None if it can.
-
-    Args:
-        shape: of the codes as a matrix; `summed` is the axis that is summed.
-        counts: extents of the scale within the sum, (1, 1) for none.
-    """
-    if fmt.name not in WEIGHTS:
-        return f"{fmt.name} has no kernel: {', '.join(WEIGHTS)} have"
-    if np.dtype(dtype).name not in ("bfloat16", "float16"):
-        return f"the other operand is {np.dtype(dtype)}, not bfloat16 or float16"
-    if not 0 < rows <= MAX_ROWS:
-        return f"{rows} rows: the kernel is for {MAX_ROWS} at most"
-    if summed != 0:
-        if dtype_bits(fmt.dtype) < 8 or tuple(counts) != (1, 1):
-            return "4-bit or tiled, and stored with its summed axis innermost"
-        if decode_gpu.turned_blocks(rows, shape) is None:
-            return f"{shape} codes do not divide into blocks"
-        return None
-    planes = 8 // dtype_bits(fmt.dtype)
-    if shape[1] % planes or counts[1] not in (1, shape[1]):
-        return f"scales of extents {counts} on {shape} codes"
-    group = None if counts[0] == 1 else shape[0] // counts[0]
-    stored = shape[0], shape[1] // planes
-    if tuned.weight_blocks(fmt, rows, stored, group) is None:
-        return f"{shape} codes do not divide into blocks"
-    return None
-
-
-def weight(x_MK, codes_KN, inner, fmt, summed: int, interpret: bool) -> jax.Array:
-    """[M, N] in float32; `inner` is the scale within the sum, [groups, N or 1]."""
-    if summed != 0:
-        return _turned_call(interpret)(x_MK, codes_KN)
-    planes = 8 // dtype_bits(fmt.dtype)
-    k, n = codes_KN.shape
-    if planes > 1:
-        pairs = codes_KN.reshape(k, n // planes, planes)
-        codes_KN = lax.bitcast_convert_type(pairs, jnp.int8)  # free: the same bytes
-    args = [x_MK, codes_KN]
-    if inner is not None:
-        inner = jnp.broadcast_to(inner, (inner.shape[0], n))
-        inner = inner.reshape(-1, n // planes, planes).transpose(2, 0, 1)
-        args.append(inner)
-    out = _weight_call(fmt, inner is not None, interpret)(*args)
-    return out.reshape(-1, n)
-
-
-@functools.cache
-def _turned_call(interpret: bool) -> Callable:
-    def plain(x, codes):
-        numbers = (((1,), (1,)), ((), ()))
-        return lax.dot_general(
-            x.astype(jnp.float32), codes.astype(jnp.float32), numbers
-        )
-
-    def kernel(x, codes):
-        blocks = decode_gpu.turned_blocks(x.shape[0], codes.shape)
-        return decode_gpu.turned_matmul(x, codes, blocks=blocks, interpret=interpret)
-
-    return as_function(kernel, plain, "m k, n k -> m n", ("k",))
-
-
-@functools.cache
-def _weight_call(fmt, is_grouped: bool, interpret: bool) -> Callable:
-    planes = 8 // dtype_bits(fmt.dtype)
-
-    def plain(x, codes, scale=None):
-        values = codes
-        if planes > 1:
-            values = lax.bitcast_convert_type(codes, fmt.dtype)
-        values = decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)
-        if scale is not None:
-            values = views.broadcast_with(
-                jnp.multiply, values, scale.transpose(1, 2, 0).astype(jnp.float32)
-            )
-        numbers = (((1,), (0,)), ((), ()))
-        return lax.dot_general(x.astype(jnp.float32), values, numbers)
-
-    def kernel(x, codes, scale=None):
-        group = None if scale is None else x.shape[1] // scale.shape[1]
-        blocks = tuned.weight_blocks(fmt, x.shape[0], codes.shape, group)
-        return decode_gpu.weight_matmul(
-            x, codes, scale, fmt=fmt, blocks=blocks, interpret=interpret
-        )
-
-    axes = "m k, k b, p g b -> m b p" if is_grouped else "m k, k b -> m b p"
-    replicated = ("k", "g", "p") if is_grouped else ("k",)
-    return as_function(kernel, plain, axes, replicated)
 
 
 # --- quantizing -------------------------------------------------------------------------------

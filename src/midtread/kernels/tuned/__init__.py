@@ -5,6 +5,7 @@
     scaled     8-bit matmuls of many rows
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
+    stream     the same on Hopper: the first entry with these bits and at least so many rows
 
 A shape that a block does not divide gets a smaller one (`fit`).
 """
@@ -19,6 +20,9 @@ import jax.numpy as jnp
 
 from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.matmul_gpu import Blocks
+from midtread.kernels.pallas_compat import num_cores
+from midtread.kernels.stream_gpu import COLUMNS, TABLE_BYTES
+from midtread.kernels.stream_gpu import Blocks as StreamBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
 HERE = pathlib.Path(__file__).parent
@@ -61,6 +65,42 @@ def weight_blocks(
             if blocks is not None:
                 return blocks
     return None
+
+
+SHARED = 224 * 1024  # bytes of shared memory for the ring of buffers
+
+
+def stream_blocks(
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None
+) -> StreamBlocks | None:
+    """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
+    bits, (num_k, num_n) = dtype_bits(fmt.dtype), shape
+    found = next(
+        e for e in table(device_kind())["stream"] if e["bits"] == bits and rows <= e["rows"]
+    )  # fmt: skip
+    blocks = StreamBlocks(**found["blocks"])
+    chunks = num_k // blocks.k
+    is_whole = num_k % blocks.k == 0 and num_n % COLUMNS == 0
+    fits = (
+        group is None
+        or group % blocks.k == 0
+        or (group >= 32 and blocks.k % group == 0)
+    )
+    if not is_whole or not fits:
+        return None
+    # as many programs as multiprocessors, and blocks of the sum shared evenly among them
+    most = max(1, num_cores() // (num_n // COLUMNS))
+    most = max(1, min(most, chunks // 2))
+    split = max(s for s in range(1, most + 1) if chunks % s == 0)
+    each = chunks // split
+    padded = -(-rows // 8) * 8
+    num_scales = max(1, blocks.k // (group or blocks.k))
+    size = blocks.k * (COLUMNS * bits // 8 + padded * 2) + COLUMNS * 4 * num_scales
+    beside = 0 if fmt.table is None else TABLE_BYTES
+    stages = min(blocks.stages, (SHARED - beside) // size, each)
+    if stages < min(each, blocks.least):
+        return None
+    return dataclasses.replace(blocks, split=split, stages=stages)
 
 
 def fit(

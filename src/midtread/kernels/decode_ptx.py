@@ -1,0 +1,113 @@
+"""PTX that decodes weights: bytes of two rows to pairs of bfloat16, in registers.
+
+    $2 $3    four bytes of one row of the weight and of the next
+    $4       the permute that takes this warpgroup's bytes of them
+    $0 $1    two columns, each a pair of neighbours along the sum, as wgmma wants them
+
+Every value is exact in bfloat16 but a table's, whose entries are rounded. Integers are put
+into the mantissa of a float and the float is subtracted again. Logic runs at half the rate
+of arithmetic on an H200, so instructions are counted: int4 takes 6 for 4 values, int8 8,
+nf4 6 and two loads (13 by permutes alone: 24 us where this takes 19).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.numerics.formats import Format
+
+# A nibble in the low mantissa bits of 128 is 128 + u; signed codes flip their sign bit, which
+# adds 8, and both are subtracted again.
+_INT4 = """
+    .reg .b32 p, q, one, off;
+    mov.b32 one, 0x3f803f80; mov.b32 off, 0xc308c308;
+    prmt.b32 p, $2, $3, $4;
+    shr.u32 q, p, 4;
+    lop3.b32 p, p, 0x000f000f, 0x43084308, 0x6a;
+    lop3.b32 q, q, 0x000f000f, 0x43084308, 0x6a;
+    fma.rn.bf16x2 $0, p, one, off;
+    fma.rn.bf16x2 $1, q, one, off;
+"""  # lop3 0x6a: (a & b) ^ c
+
+# Seven bits in the mantissa of 128, minus 128, or minus 256 under a sign.
+_INT8 = """
+    .reg .b32 t, p, q, a, b, one;
+    mov.b32 one, 0x3f803f80;
+    add.u32 t, $4, 0x1111;
+    prmt.b32 p, $2, $3, $4;
+    prmt.b32 q, $2, $3, t;
+    lop3.b32 a, p, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 p, p, 0x00800080, 0xc300c300, 0xea;
+    lop3.b32 b, q, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 q, q, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 $0, a, one, p;
+    fma.rn.bf16x2 $1, b, one, q;
+"""  # lop3 0xea: (a & b) | c
+
+# Two float16 in p and in q to two pairs of bfloat16, through float32.
+_NARROW = """
+    mov.b32 {a, b}, p;
+    mov.b32 {c, d}, q;
+    cvt.f32.f16 x, a; cvt.f32.f16 y, b;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.f32.f16 x, c; cvt.f32.f16 y, d;
+    cvt.rn.bf16x2.f32 $1, y, x;
+"""
+
+_E4M3 = (
+    """
+    .reg .b32 p, q; .reg .b16 a, b, c, d; .reg .f32 x, y;
+    prmt.b32 p, $2, $3, $4;
+    mov.b32 {a, b}, p;
+    cvt.rn.f16x2.e4m3x2 p, a;
+    cvt.rn.f16x2.e4m3x2 q, b;
+"""
+    + _NARROW
+)
+
+_E5M2 = (
+    """
+    .reg .b32 t, p, q; .reg .b16 a, b, c, d; .reg .f32 x, y;
+    add.u32 t, $4, 0x1111;
+    prmt.b32 p, $2, $3, $4;
+    prmt.b32 q, $2, $3, t;
+    and.b32 p, p, 0xff00ff00;
+    and.b32 q, q, 0xff00ff00;
+"""
+    + _NARROW
+)
+
+# A byte is the row of a table of pairs in shared memory: 256 rows of 32 words, one for each
+# lane, so that no two lanes want the same bank. $5 is where the lane's own column starts.
+_TABLE = """
+    .reg .b32 p, q;
+    prmt.b32 p, $2, 0, $4;
+    prmt.b32 q, $3, 0, $4;
+    mad.lo.u32 p, p, 128, $5;
+    mad.lo.u32 q, q, 128, $5;
+    ld.shared.b32 p, [p];
+    ld.shared.b32 q, [q];
+    prmt.b32 $0, p, q, 0x5410;
+    prmt.b32 $1, p, q, 0x7632;
+"""
+
+
+def pairs(table) -> np.ndarray:
+    """[256, 32]: the bfloat16 values of both codes of a byte, the low one first."""
+    bits = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint16)
+    low, high = np.meshgrid(bits.astype(np.uint32), bits.astype(np.uint32))
+    words = (low | high << 16).reshape(256, 1).view(np.int32)
+    return np.ascontiguousarray(np.broadcast_to(words, (256, 32)))
+
+
+_ASM = {  # and the permute of the first bytes, which later ones are added to
+    "int4": (_INT4, 0x4400),
+    "int8": (_INT8, 0x4400),
+    "float8_e4m3fn": (_E4M3, 0x5140),
+    "float8_e5m2": (_E5M2, 0x4400),
+}
+
+
+def code(fmt: Format) -> tuple[str, int]:
+    """The instructions for a format, and their first permute."""
+    body, first = _ASM[fmt.dtype.name] if fmt.table is None else (_TABLE, 0x4440)
+    return "{" + body + "}", first

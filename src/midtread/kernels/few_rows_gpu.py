@@ -1,0 +1,171 @@
+"""Few rows against a stored weight on NVIDIA GPUs: which kernel, or the reason why not.
+
+    stored [K, N] as Flax does     stream_gpu on Hopper, from bfloat16 and in whole blocks;
+                                   else decode_gpu, by Triton
+    stored [N, K] (a tied head)    decode_gpu, 8-bit codes
+
+Codes are read where they lie: no weight is prepared or moved for a kernel.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels import decode_gpu, stream_gpu, tuned
+from midtread.kernels.functions import as_function
+from midtread.numerics import views
+from midtread.numerics.formats import dtype_bits
+from midtread.numerics.rounding import decode
+
+WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "nf4")
+MAX_ROWS = 64
+
+
+def why_not_weight(
+    fmt, shape, summed: int, rows: int, counts, dtype, hopper: bool = False
+) -> str | None:
+    """Why the kernels for few rows cannot take this weight; None if one can.
+
+    Args:
+        shape: of the codes as a matrix; `summed` is the axis that is summed.
+        counts: extents of the scale within the sum, (1, 1) for none.
+        hopper: whether the device has wgmma.
+    """
+    if fmt.name not in WEIGHTS:
+        return f"{fmt.name} has no kernel: {', '.join(WEIGHTS)} have"
+    if np.dtype(dtype).name not in ("bfloat16", "float16"):
+        return f"the other operand is {np.dtype(dtype)}, not bfloat16 or float16"
+    if not 0 < rows <= MAX_ROWS:
+        return f"{rows} rows: the kernel is for {MAX_ROWS} at most"
+    if summed != 0:
+        if dtype_bits(fmt.dtype) < 8 or tuple(counts) != (1, 1):
+            return "4-bit or tiled, and stored with its summed axis innermost"
+        if decode_gpu.turned_blocks(rows, shape) is None:
+            return f"{shape} codes do not divide into blocks"
+        return None
+    planes = 8 // dtype_bits(fmt.dtype)
+    if shape[1] % planes or counts[1] not in (1, shape[1]):
+        return f"scales of extents {counts} on {shape} codes"
+    if hopper and why_not_stream(fmt, shape, rows, counts, dtype) is None:
+        return None
+    group = None if counts[0] == 1 else shape[0] // counts[0]
+    stored = shape[0], shape[1] // planes
+    if tuned.weight_blocks(fmt, rows, stored, group) is None:
+        return f"{shape} codes do not divide into blocks"
+    return None
+
+
+def why_not_stream(fmt, shape, rows: int, counts, dtype) -> str | None:
+    """Why Hopper's kernel cannot take a weight [K, N] of a known format."""
+    if np.dtype(dtype).name != "bfloat16":
+        return f"the other operand is {np.dtype(dtype)}, not bfloat16"
+    group = None if counts[0] == 1 else shape[0] // counts[0]
+    if tuned.stream_blocks(fmt, rows, shape, group) is None:
+        return f"{shape} codes in groups of {group} do not divide into blocks"
+    return None
+
+
+def weight(
+    x_MK, codes_KN, inner, fmt, summed: int, interpret: bool, hopper: bool = False
+) -> jax.Array:
+    """[M, N] in float32; `inner` is the scale within the sum, [groups, N or 1]."""
+    if summed != 0:
+        return _turned_call(interpret)(x_MK, codes_KN)
+    planes = 8 // dtype_bits(fmt.dtype)
+    k, n = codes_KN.shape
+    counts = (1, 1) if inner is None else inner.shape
+    how = (fmt, codes_KN.shape, x_MK.shape[0], counts, x_MK.dtype)
+    if hopper and why_not_stream(*how) is None:
+        args = [x_MK, codes_KN]
+        if inner is not None:
+            if inner.dtype != jnp.bfloat16:
+                inner = inner.astype(jnp.float32)
+            args.append(jnp.broadcast_to(inner, (inner.shape[0], n)))
+        return _stream_call(fmt, inner is not None, interpret)(*args)
+    if planes > 1:
+        pairs = codes_KN.reshape(k, n // planes, planes)
+        codes_KN = lax.bitcast_convert_type(pairs, jnp.int8)  # free: the same bytes
+    args = [x_MK, codes_KN]
+    if inner is not None:
+        inner = jnp.broadcast_to(inner, (inner.shape[0], n))
+        inner = inner.reshape(-1, n // planes, planes).transpose(2, 0, 1)
+        args.append(inner)
+    out = _weight_call(fmt, inner is not None, interpret)(*args)
+    return out.reshape(-1, n)
+
+
+@functools.cache
+def _turned_call(interpret: bool) -> Callable:
+    def plain(x, codes):
+        numbers = (((1,), (1,)), ((), ()))
+        return lax.dot_general(
+            x.astype(jnp.float32), codes.astype(jnp.float32), numbers
+        )
+
+    def kernel(x, codes):
+        blocks = decode_gpu.turned_blocks(x.shape[0], codes.shape)
+        return decode_gpu.turned_matmul(x, codes, blocks=blocks, interpret=interpret)
+
+    return as_function(kernel, plain, "m k, n k -> m n", ("k",))
+
+
+@functools.cache
+def _stream_call(fmt, is_grouped: bool, interpret: bool) -> Callable:
+    bits = dtype_bits(fmt.dtype)
+
+    def plain(x, codes, scale=None):
+        values = decode(codes, fmt).astype(jnp.float32)
+        if scale is not None:
+            scale = scale.astype(jnp.float32)
+            values = views.broadcast_with(jnp.multiply, values, scale)
+        numbers = (((1,), (0,)), ((), ()))
+        return lax.dot_general(x.astype(jnp.float32), values, numbers)
+
+    def kernel(x, codes, scale=None):
+        k, n = codes.shape
+        group = None if scale is None else k // scale.shape[0]
+        blocks = tuned.stream_blocks(fmt, x.shape[0], codes.shape, group)
+        if (
+            blocks is None
+        ):  # what one device holds of a sharded weight may be too narrow
+            return plain(x, codes, scale)
+        shape = (k, n) if bits == 8 else (k, n // 2, 2)
+        words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)
+        how = {"fmt": fmt, "blocks": blocks, "interpret": interpret}
+        return stream_gpu.stream_matmul(x, words, scale, **how)
+
+    axes = "m k, k n, g n -> m n" if is_grouped else "m k, k n -> m n"
+    replicated = ("k", "g") if is_grouped else ("k",)
+    return as_function(kernel, plain, axes, replicated, can_place=not interpret)
+
+
+@functools.cache
+def _weight_call(fmt, is_grouped: bool, interpret: bool) -> Callable:
+    planes = 8 // dtype_bits(fmt.dtype)
+
+    def plain(x, codes, scale=None):
+        values = codes
+        if planes > 1:
+            values = lax.bitcast_convert_type(codes, fmt.dtype)
+        values = decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)
+        if scale is not None:
+            values = views.broadcast_with(
+                jnp.multiply, values, scale.transpose(1, 2, 0).astype(jnp.float32)
+            )
+        numbers = (((1,), (0,)), ((), ()))
+        return lax.dot_general(x.astype(jnp.float32), values, numbers)
+
+    def kernel(x, codes, scale=None):
+        group = None if scale is None else x.shape[1] // scale.shape[1]
+        blocks = tuned.weight_blocks(fmt, x.shape[0], codes.shape, group)
+        return decode_gpu.weight_matmul(
+            x, codes, scale, fmt=fmt, blocks=blocks, interpret=interpret
+        )
+
+    axes = "m k, k b, p g b -> m b p" if is_grouped else "m k, k b -> m b p"
+    replicated = ("k", "g", "p") if is_grouped else ("k",)
+    return as_function(kernel, plain, axes, replicated)

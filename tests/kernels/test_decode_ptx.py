@@ -1,0 +1,123 @@
+"""The PTX that decodes weights, run word by word: a machine of a dozen instructions."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from midtread.kernels import decode_ptx
+from midtread.numerics.formats import as_format
+
+MASK = (1 << 32) - 1
+
+
+def number(text):
+    return int(text, 0) & MASK
+
+
+def halves(word, dtype):
+    return np.array([word], np.uint32).view(dtype).astype(np.float32)
+
+
+def packed(values, dtype):
+    return int(np.array(values, np.float32).astype(dtype).view(np.uint32)[0])
+
+
+def prmt(a, b, select):
+    data = (b << 32 | a).to_bytes(8, "little")
+    picks = [select >> 4 * i & 15 for i in range(4)]
+    signs = [255 * (data[p & 7] >> 7) if p & 8 else data[p & 7] for p in picks]
+    return int.from_bytes(bytes(signs), "little")
+
+
+def lop3(a, b, c, table):
+    out = 0
+    for bit in range(32):
+        index = (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1
+        out |= (table >> index & 1) << bit
+    return out
+
+
+def e4m3(pair):
+    values = np.array([pair], np.uint16).view(jnp.float8_e4m3fn).astype(np.float32)
+    return packed(values, np.float16)
+
+
+def cvt16(word):
+    return float(np.array([word], np.uint16).view(np.float16)[0])
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "add.u32": lambda a, b: a + b & MASK,
+    "shr.u32": lambda a, b: a >> b,
+    "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
+    "prmt.b32": prmt,
+    "lop3.b32": lop3,
+    "fma.rn.bf16x2": lambda a, b, c: packed(
+        halves(a, jnp.bfloat16) * halves(b, jnp.bfloat16) + halves(c, jnp.bfloat16),
+        jnp.bfloat16,
+    ),
+    "cvt.f32.f16": cvt16,
+    "cvt.rn.f16x2.e4m3x2": e4m3,
+    "cvt.rn.bf16x2.f32": lambda high, low: packed([low, high], jnp.bfloat16),
+}
+
+
+def run(code, memory, **inputs):
+    """Registers after the instructions of `code`."""
+    registers = dict(inputs)
+    for line in code.strip("{}\n ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        unpacked = re.match(r"{(\w), (\w)}, (\w)", rest)
+        if unpacked:
+            low, high, word = unpacked.groups()
+            registers[low], registers[high] = (
+                registers[word] & 0xFFFF,
+                registers[word] >> 16,
+            )
+            continue
+        target, *sources = [part.strip() for part in rest.split(",")]
+        if name == "ld.shared.b32":
+            registers[target] = memory[registers[sources[0].strip("[]")]]
+            continue
+        values = [registers[s] if s in registers else number(s) for s in sources]
+        registers[target] = INSTRUCTIONS[name](*values)
+    return registers
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "e4m3", "e5m2", "nf4"])
+def test_every_byte(name):
+    """All bytes of a row, beside others of the next, as every warpgroup takes them."""
+    fmt = as_format(name)
+    code, first = decode_ptx.code(fmt)
+    is_narrow = fmt.bits <= 4
+    memory = {}
+    if fmt.table is not None:
+        memory = {i * 128: int(w) & MASK for i, w in enumerate(decode_ptx.pairs(fmt.table)[:, 0])}  # fmt: skip
+    rows = np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8)[::-1].copy()
+    if is_narrow:
+        codes = np.r_[0:8, -8:0] if fmt.table is None else fmt.table
+        table = np.asarray(codes, np.float32)
+        values = [table[np.stack([r & 15, r >> 4], 1)] for r in rows]
+    else:
+        values = [r.view(fmt.dtype).astype(np.float32) for r in rows]
+    words = [r.view(np.uint32) for r in rows]
+    takes = range(4) if is_narrow else range(2)
+    step = 1 if fmt.table is not None else (0x1111 if is_narrow else 0x2222)
+    for at in range(64):
+        for j in takes:
+            given = {"$2": int(words[0][at]), "$3": int(words[1][at]), "$5": 0}
+            out = run(code, memory, **given, **{"$4": first + j * step})
+            for h in (0, 1):
+                got = halves(out[f"${h}"], jnp.bfloat16)
+                if is_narrow:
+                    want = [v[4 * at + j, h] for v in values]
+                else:
+                    want = [v[4 * at + 2 * j + h] for v in values]
+                want = np.asarray(want, np.float32).astype(jnp.bfloat16)
+                np.testing.assert_array_equal(got, want.astype(np.float32))
