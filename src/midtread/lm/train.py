@@ -326,7 +326,7 @@ class Loop:
         if target and loss <= target and self.reached is None:
             self.reached = {"steps": number + 1, "seconds": self.seconds}
             self.terminal.say(
-                f"target_loss={target} reached after {number + 1} steps, "
+                f"target_loss={target:g} reached after {number + 1} steps, "
                 f"{self.seconds:.1f} s"
             )
         return loss
