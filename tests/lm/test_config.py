@@ -113,3 +113,26 @@ def test_no_key_hides(tmp_path):
     text = "".join(p.read_text() for p in files if p.name != "config.py")
     for name in keys():
         assert f".{name}" in text or f'"{name}"' in text, name
+
+
+# of MaxText 0.2.5, whatever has to do with quantization
+FLAGS = """
+    quantization use_qwix_quantization quantization_calibration_method
+    bwd_quantization_calibration_method drhs_grad_quantization_calibration_method
+    quantization_local_shard_count constant_bound_config replicate_quant_scale quant_cfg_path
+    quantize_kvcache kv_quant_axis kv_quant_dtype checkpoint_is_quantized
+    save_quantized_params_path use_batch_split_schedule use_manual_quantization
+    weight_sparsity_n model_call_mode te_comm_gemm_overlap experimental_sa_quant_q_fp8
+    experimental_sa_quant_k_fp8 remat_policy lora.lora_weight_qtype lora.lora_tile_size
+    sparse_matmul megablox use_tokamax_gmm use_gmm_v2 use_gmm_v2_heuristic_tiling
+    merge_gating_gmm shard_exp_on_fsdp shard_embed_moe_on_fsdp
+    moe_quantize_token_all_gather moe_quantize_combine_bwd_method quantize_router_proj
+    quantize_logits_proj logits_proj_quant_calibration_method quantize_mtp te_moe_block
+    te_gmm_quantization wi_tile_ weight_dtype unquantized_modules weight_block_size
+"""
+
+
+def test_every_flag_of_maxtext_is_on_its_page():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "from-maxtext.md"
+    text = page.read_text()
+    assert [flag for flag in FLAGS.split() if flag not in text] == []

@@ -97,7 +97,7 @@ def mode(config: Config, serve: bool = False) -> str:
     if serve:
         return f"{config.quantization or 'rules of your own'}: weights once, for good"
     if config.quant:
-        return f"{len(config.quant)} rules of your own"
+        return f"{len(config.quant)} rule{'s' * (len(config.quant) > 1)} of your own"
     value = quantization.value_of(config)
     if value is None:
         return "nothing is quantized"
