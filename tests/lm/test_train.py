@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from midtread import cli
-from midtread.lm import build, data, model, settings, step
+from midtread.lm import build, data, model, settings, step, stream
 from midtread.lm.config import Model, Training, section
 from midtread.lm.train import Diverged, check_loss, read, train
 
@@ -95,6 +95,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, capsys):
     train(again)
     assert "resumed at step 10" in capsys.readouterr().out
     assert losses(tmp_path / "a") == losses(whole.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_a_run_on_a_library_goes_on_bit_for_bit(tmp_path, monkeypatch, packing):
+    records = [{"text": f"record {i}: " + "word " * (i % 30)} for i in range(500)]
+    monkeypatch.setitem(stream.LIBRARIES, "hf", lambda config: records)
+    words = [
+        "run_name=a",
+        "dataset_type=hf",
+        f"packing={packing}",
+        "learning_rate=0.01",
+    ]
+    train(config(tmp_path / "whole", *words))
+    again = config(tmp_path / "cut", *words)
+    stopped_at(again, 13)
+    train(again)
+    assert losses(tmp_path / "cut" / "a") == losses(tmp_path / "whole" / "a")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
