@@ -1,9 +1,10 @@
 """Fewer bits, less time? Ours beside bfloat16 (XLA) in one process, on an NVIDIA GPU.
 
-    JAX_PLATFORMS=cuda,cpu python benchmarks/gpu.py [row ...] [--results FOLDER]
+    JAX_PLATFORMS=cuda,cpu python benchmarks/gpu.py [row ...] [--results FOLDER] [--peers]
 
-Rows: train-<recipe>, gemm, quantize, prefill, decode, sweep; none named: all. Each prints
-a table of its cases and appends it to the results. Llama-8B layers: d 4096, ff 14336, 32
+Rows: train-<recipe>, gemm, quantize, prefill, decode, sweep, grouped, experts, attention;
+none named: all. Each prints a table of its cases and appends it to the results. --peers
+times the same cases by other libraries, once per device and version (benchmarks/gpu_peers.py). Llama-8B layers: d 4096, ff 14336, 32
 and 8 heads; 16,384 tokens. Decoding runs a stack of 8 MLP layers, larger than L2. Times are
 the best of three runs of back-to-back calls. `bound` is what the roofline would allow.
 """
@@ -14,36 +15,30 @@ import functools
 import os
 import pathlib
 import subprocess
-import time
 
+import gpu_experts
+import gpu_peers
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from gpu_timing import (
+    BANDWIDTH,
+    BF16,
+    EIGHT,
+    FF,
+    HEADS,
+    KEY,
+    KV_HEADS,
+    LAYERS,
+    TOKENS,
+    D,
+    attempt,
+    measure,
+)
 from jax import lax
 
 import midtread as mt
 from midtread.kernels import choose
-
-D, FF, HEADS, KV_HEADS, TOKENS, LAYERS = 4096, 14336, 32, 8, 16384, 8
-BANDWIDTH, BF16, EIGHT = 4.8e12, 989e12, 1979e12  # of an H200, by its datasheet
-KEY = jax.random.key(0)
-
-
-def measure(fn, *args, calls=20):
-    """(seconds a call, seconds to compile, the compiled program)."""
-    start = time.perf_counter()
-    compiled = jax.jit(fn).lower(*args).compile()
-    took = time.perf_counter() - start
-    jax.block_until_ready([compiled(*args) for _ in range(3)])
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = compiled(*args)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best, took, compiled
-
 
 # --- training ---------------------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ def train(*names):
     base = _step(None, x)
     rows = {"bfloat16": base}
     for name in names or TRAINING:
-        rows[name] = _attempt(functools.partial(_train, name, x))
+        rows[name] = attempt(functools.partial(_train, name, x))
     for name, row in rows.items():
         if isinstance(row, str):
             lines.append(f"| {name} | {row} | | | | |")
@@ -140,13 +135,6 @@ def train(*names):
             f"({compiling / base[1]:.1f}x) | {temp / 1e9:.2f} ({temp / base[2]:.2f}x) | {value:.5f} |"
         )
     return lines
-
-
-def _attempt(fn):
-    try:
-        return fn()
-    except Exception as error:  # noqa: BLE001  a row that fails is a result
-        return f"failed: {type(error).__name__}: {str(error)[:120]!r}".replace("|", "/")
 
 
 # --- matmuls ----------------------------------------------------------------------------------
@@ -224,12 +212,14 @@ def quantize():
 
 
 class Stack(nn.Module):
+    layers: int = LAYERS
+
     @nn.compact
     def __call__(self, x):
         dense = functools.partial(
             nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
         )
-        for i in range(LAYERS):
+        for i in range(self.layers):
             x = dense(D, name=f"down{i}")(nn.relu(dense(FF, name=f"up{i}")(x)))
         return x
 
@@ -249,8 +239,8 @@ SERVING = {
 }
 
 
-def _serve(rows: tuple[int, ...], names) -> list[str]:
-    model, codes = Stack(), LAYERS * 2 * D * FF
+def _serve(rows: tuple[int, ...], names, layers: int = LAYERS) -> list[str]:
+    model, codes = Stack(layers), layers * 2 * D * FF
     inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
     calls = {m: 20 if m < 1024 else 5 for m in rows}
     variables = jax.jit(model.init)(KEY, inputs[rows[0]])
@@ -259,7 +249,7 @@ def _serve(rows: tuple[int, ...], names) -> list[str]:
         for m, x in inputs.items()
     }
     lines = [
-        f"| {m} | bfloat16 | {t / LAYERS * 1e6:.1f} | 1.00 | {codes * 2 / t / 1e12:.2f} | |"
+        f"| {m} | bfloat16 | {t / layers * 1e6:.1f} | 1.00 | {codes * 2 / t / 1e12:.2f} | |"
         for m, t in base.items()
     ]
     for name in names:
@@ -268,7 +258,7 @@ def _serve(rows: tuple[int, ...], names) -> list[str]:
             run = functools.partial(
                 measure, served.apply, {"params": params}, x, calls=calls[m]
             )
-            lines.append(_served_line(name, m, _attempt(run), base[m]))
+            lines.append(_served_line(name, m, attempt(run), base[m], layers))
             print(lines[-1], flush=True)
         del params
     return lines
@@ -281,15 +271,15 @@ def _quantized(model, variables, x, fields):
     return served, mt.quantize_params(variables["params"], shapes)
 
 
-def _served_line(name: str, rows: int, run, base: float) -> str:
+def _served_line(name: str, rows: int, run, base: float, layers: int) -> str:
     if isinstance(run, str):
         return f"| {rows} | {name} | {run} | | | |"
-    took, bits, codes = run[0], SERVING[name][1], LAYERS * 2 * D * FF
+    took, bits, codes = run[0], SERVING[name][1], layers * 2 * D * FF
     peak = EIGHT if "a8" in name or name == "fp8" else BF16
     bound = max(codes * bits / 8 / BANDWIDTH, 2 * rows * codes / peak)
     rate = codes * bits / 8 / took / 1e12
     return (
-        f"| {rows} | {name} | {took / LAYERS * 1e6:.1f} | {base / took:.2f} | "
+        f"| {rows} | {name} | {took / layers * 1e6:.1f} | {base / took:.2f} | "
         f"{rate:.2f} | {base / bound:.2f} |"
     )
 
@@ -308,9 +298,10 @@ def prefill():
     return HEAD + _serve((8192,), ("w8a8", "fp8"))
 
 
-def sweep():
-    names = ("w8", "w4-g128", "w8a8", "fp8")
-    return HEAD + _serve((2, 4, 8, 32, 128, 256, 1024, 4096), names)
+def sweep(*names):
+    """Never slower than bfloat16? sweep:w8 for one format; two layers, still beyond L2."""
+    rows = tuple(2**i for i in range(14))  # 1 .. 8192
+    return HEAD + _serve(rows, names or ("w8", "w4-g128", "w8a8", "fp8"), layers=2)
 
 
 ROWS = {
@@ -320,6 +311,9 @@ ROWS = {
     "decode": decode,
     "sweep": sweep,
     "train": train,
+    "grouped": gpu_experts.grouped,
+    "experts": gpu_experts.experts,
+    "attention": gpu_experts.attention,
 }
 
 
@@ -328,6 +322,7 @@ def main():
     parser.add_argument("rows", nargs="*", help="gemm, decode:16, train:int8:fp8 ...")
     folder = pathlib.Path(__file__).parent / "results"
     parser.add_argument("--results", default=folder, type=pathlib.Path)
+    parser.add_argument("--peers", action="store_true", help="other libraries instead")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
@@ -340,12 +335,19 @@ def main():
     )
     today = datetime.date.today()
     path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
-    for row in args.rows or ROWS:
+    rows = gpu_peers.ROWS if args.peers else ROWS
+    for row in args.rows or rows:
         name, *options = row.split(":")
         title = f"{device}, jax {jax.__version__}, {today}, {commit or 'no commit'}"
-        lines = ROWS[name](*options)
+        lines = rows[name](*options)
         text = "\n".join(
-            [f"## {row}", "", f"{title}, `python benchmarks/gpu.py {row}`", "", *lines]
+            [
+                f"## {row}",
+                "",
+                f"{title}, `python benchmarks/gpu.py {row}{' --peers' if args.peers else ''}`",
+                "",
+                *lines,
+            ]
         )
         print(text + "\n", flush=True)
         with open(path, "a") as file:

@@ -8,7 +8,8 @@ import pathlib
 
 import jax.numpy as jnp
 
-from midtread.kernels import few_rows_gpu, gpu
+from midtread.kernels import few_rows_gpu, gpu, words_gpu
+from midtread.lm.cache import FORMATS as CACHE_FORMATS
 from midtread.numerics.formats import FORMATS, Format, dtype_bits
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "matrix.md"
@@ -18,10 +19,12 @@ Made by `python benchmarks/matrix.py --write`; a test keeps it current.
 
 **kernel**: ours ([how](how-a-quantized-matmul-runs.md)). **XLA**: a matmul in this format,
 by XLA. **wider**: XLA multiplies in the type named, which holds every code exactly; fewer
-bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations.
+bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations. Experts
+are `ragged_dot` with both operands in the format, 64 rows a group or more; a KV cache is
+that of `midtread generate`, one token at a time.
 
-| format | bits | weight-only, up to 64 rows: NVIDIA | weight-only: elsewhere | both operands, more rows: Hopper | both operands: elsewhere |
-|---|---|---|---|---|---|
+| format | bits | weight-only, up to 64 rows: NVIDIA | weight-only: elsewhere | both operands, more rows: Hopper | both operands: elsewhere | experts: Hopper | KV cache: NVIDIA |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -50,10 +53,22 @@ def _both(fmt: Format, hopper: bool) -> str:
     return "XLA" if dtype_bits(fmt.dtype) == 8 else "wider: float8_e4m3fn"
 
 
+def _experts(fmt: Format) -> str:
+    """As for plain matmuls of codes, but with scales on kept axes alone."""
+    return _both(fmt, hopper=True).split(";")[0]
+
+
+def _cache(fmt: Format) -> str:
+    if fmt.name not in CACHE_FORMATS.values():
+        return "not offered"
+    is_byte = fmt.name in words_gpu.FORMATS and dtype_bits(fmt.dtype) == 8
+    return "kernel" if is_byte else "XLA"
+
+
 def page() -> str:
     rows = [
         f"| {f.name} | {f.bits} | {_weight_only(f)} | {_elsewhere(f)} | "
-        f"{_both(f, hopper=True)} | {_both(f, hopper=False)} |"
+        f"{_both(f, hopper=True)} | {_both(f, hopper=False)} | {_experts(f)} | {_cache(f)} |"
         for f in FORMATS.values()
     ]
     return HEAD + "\n".join(rows) + "\n"

@@ -171,3 +171,105 @@ def test_vmap_and_grad():
         jnp.square(jax.vmap(lambda x: mt.dot(x, w))(x)).astype(jnp.float32)
     )
     assert error(by_kernel(jax.grad(run), x), by_xla(jax.grad(run), x)) < 2e-2
+
+
+# --- rows in groups ---------------------------------------------------------------------------
+
+GROUPS = [
+    [100, 0, 3, 700, 257, 1, 640, 300],  # 47 rows left over
+    [5, 0, 0, 1000, 8, 16, 23, 900],
+    [0, 0, 0, 0, 0, 0, 0, 0],
+    [2048, 0, 0, 0, 0, 0, 0, 0],
+]
+
+
+def step_of(ops, sizes):
+    def step(x, w, g):
+        out, vjp = jax.vjp(lambda x, w: ops.ragged_dot(x, w, sizes), x, w)
+        return out, *vjp(g)
+
+    return step
+
+
+@pytest.mark.parametrize("name", ["qwix_int8", "qwix_fp8_full", "te_fp8_current"])
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_training_through_groups(name, sizes):
+    """Forward and both gradients; XLA's own ragged_dot wants the rows within groups."""
+    step = step_of(mt.learn(mt.recipe(name)), jnp.array(sizes))
+    args = random(1, 2048, 520), random(2, 8, 520, 392), random(3, 2048, 392)
+    inside = sum(sizes)
+    for i, (got, want) in enumerate(zip(by_kernel(step, *args), by_xla(step, *args))):
+        got, want = (v if i == 2 else v[:inside] for v in (got, want))
+        norm = np.linalg.norm(wide(want))
+        assert np.linalg.norm(wide(got) - wide(want)) <= 2e-2 * norm
+    out = by_kernel(step, *args)[0]
+    assert np.all(wide(out)[inside:] == 0)
+
+
+def test_groups_with_scales_of_any_size_and_nan():
+    x = np.random.RandomState(0).randn(512, 256).astype(np.float32)
+    x[0], x[1], x[130, 3] = x[0] * 1e30, x[1] * 1e-30, np.nan
+    q = mt.quantize(jnp.asarray(x), "e4m3", channelwise_axes=[0])
+    w = mt.quantize(random(1, 3, 256, 256), "e4m3", channelwise_axes=[0, 2])
+    sizes = jnp.array([129, 200, 183])
+    run = lambda q, w: mt.ragged_dot(q, w, sizes, preferred_element_type=jnp.float32)
+    got, want = (wide(f(run, q, w)).astype(np.float64) for f in (by_kernel, by_xla))
+    assert np.isnan(got[130]).all()
+    for row in (0, 1, *range(2, 130), *range(131, 512)):
+        assert np.linalg.norm(got[row] - want[row]) <= 3e-3 * np.linalg.norm(want[row])
+
+
+EXPERTS = [("int8", None), ("e4m3", None), ("e5m2", None), ("int4", None)]
+EXPERTS += [("int4", 32), ("int4", 128)]
+
+
+@pytest.mark.parametrize(("name", "tile"), EXPERTS)
+def test_few_rows_of_groups(name, tile):
+    tiles = {1: tile} if tile else {}
+    w = mt.quantize(random(1, 8, 1024, 896), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
+    exact = mt.dequantize(w, jnp.float32)
+    for sizes in ([16] * 8, [17, 0, 3, 40, 16, 15, 20, 9], [0] * 7 + [128]):
+        x, inside = random(sizes[0], 128, 1024), sum(sizes)
+        parts = np.split(np.arange(128), np.cumsum(sizes))[:8]
+        want = np.concatenate([wide(x)[rows] @ wide(exact[i]) for i, rows in enumerate(parts)])  # fmt: skip
+        got = by_kernel(lambda x, w, s: mt.ragged_dot(x, w, s), x, w, jnp.array(sizes))
+        assert error(got[:inside], jnp.asarray(want)) < 5e-3
+        assert np.all(wide(got)[inside:] == 0)
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 1)])
+def test_attention_over_a_cache(name, axes):
+    """Contexts that are not whole blocks; scales that differ by 1e20."""
+    shape = 3, 1000, 4, 128
+    spread = 10.0 ** np.random.RandomState(5).uniform(-10, 10, (3, 1000, 1, 1))
+    k = mt.quantize(random(1, *shape, dtype=jnp.float32), name, channelwise_axes=axes)
+    v = random(2, *shape, dtype=jnp.float32) * jnp.asarray(spread, jnp.float32)
+    v = mt.quantize(v, name, channelwise_axes=axes)
+    q, lengths = random(3, 3, 1, 20, 128), jnp.array([1000, 1, 130])
+    got = by_kernel(lambda q: choose.attend(q, k, v, lengths), q)
+    k, v = (mt.dequantize(x, jnp.float32) for x in (k, v))
+    rows = q.astype(jnp.float32).reshape(3, 4, 5, 128)
+    high = {"precision": "highest"}
+    logits = jnp.einsum("bkgh,bskh->bkgs", rows, k, **high) * 128**-0.5
+    inside = jnp.arange(1000) < lengths[:, None]
+    weights = jax.nn.softmax(jnp.where(inside[:, None, None], logits, -jnp.inf))
+    want = jnp.einsum("bkgs,bskh->bkgh", weights, v, **high).reshape(q.shape)
+    for i in range(3):
+        assert error(got[i], want[i]) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_chance_gives_the_same_codes(name, dtype):
+    x = np.random.RandomState(0).randn(2, 128, 1024).astype(np.float32)
+    x[0, 3], x[0, 5], x[1, 2, 3], x[1, 4, 5] = 0, x[0, 5] * 1e20, np.nan, np.inf
+    x = jnp.asarray(x, dtype)
+    for axes, summed in (((0, 1), (2,)), ((2,), (0, 1)), ((), (2,))):
+        spec = mt.Spec(name, channelwise_axes=axes, rounding="stochastic")
+        run = functools.partial(choose.quantize, spec=spec, summed=summed, both=True)
+        run = functools.partial(run, key=jax.random.key(3), site=("layer", "g"))
+        want, _ = by_xla(run, x)
+        for got in by_kernel(run, x):
+            np.testing.assert_array_equal(wide(got.scale), wide(want.scale))
+            np.testing.assert_array_equal(wide(got.qvalue), wide(want.qvalue))

@@ -242,6 +242,27 @@ def test_training_operands_have_the_same_codes(summed):
             np.testing.assert_allclose(wide(got.scale), wide(want.scale), rtol=1e-2)
 
 
+CHANCES = [("int8", (0, 1), (2,)), ("e4m3", (2,), (0, 1)), ("e5m2", (0, 1), (2,))]
+
+
+@pytest.mark.parametrize(("name", "axes", "summed"), CHANCES)
+def test_chance_has_the_same_codes(name, axes, summed):
+    """Bit for bit: a scale per row of a batch, or per column; zeros, NaN and infinity."""
+    x = jnp.stack([extremes(jnp.bfloat16), extremes(jnp.bfloat16)[::-1]])
+    spec = mt.Spec(name, channelwise_axes=axes, rounding="stochastic")
+    noise = {"key": jax.random.key(7), "site": ("layer", "g")}
+
+    def run(x, spec=spec):
+        return choose.quantize(x, spec, summed=summed, both=True, **noise)
+
+    want, _ = run(x)
+    for got in interpreted(run, x):
+        assert same(got.scale, want.scale)
+        assert same(got.qvalue, want.qvalue)
+    nearest, _ = run(x, mt.Spec(name, channelwise_axes=axes))
+    assert not same(want.qvalue, nearest.qvalue)
+
+
 # --- matmuls of codes -------------------------------------------------------------------------
 
 
@@ -312,6 +333,10 @@ def test_triton_kernels_lower_for_cuda():
         lambda x, s: quantize_gpu.cast(x, s, as_format("e4m3"), ("plain", "transposed")),
         x, SHAPE((1, 256), jnp.float32),
     )  # fmt: skip
+    noise = SHAPE((128,), jnp.uint32), SHAPE((256,), jnp.uint32)
+    for name in ("int8", "e4m3"):
+        run = functools.partial(quantize_gpu.rows, fmt=as_format(name))
+        lower(lambda x, n, run=run: run(x, noise=n), x, noise)
     for name, tile in WEIGHTS:
         for rows in (1, 16):
             fmt = as_format(name)

@@ -17,6 +17,8 @@ from flax import nnx
 import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
+from midtread.kernels import attention_gpu
+from midtread.kernels.choose import implementation
 from midtread.lm import build, cache, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.generate import Sampling, choose, generate
@@ -277,6 +279,22 @@ def test_caches_in_few_bits(fmt, axis, error, key):
     bits = 4 if fmt == "int4" else 8
     values = 2 * 2 * 2 * 8 * m.num_kv_heads * m.head_dim
     assert cache.nbytes(made) == values * bits // 8 + 2 * 2 * 2 * 8 * heads * 4
+
+
+def test_a_token_by_the_attention_kernel(key, monkeypatch):
+    """What a GPU would run, interpreted: the same logits as by XLA."""
+    m = Model(**{**SMALL, "head_dim": 32})
+    net, tokens = model.create(m), jax.random.randint(key, (2, 6), 0, 256)
+    before = call(net, tokens[:, :5], cache=cache.make(m, 2, 8, ("int8", "dkv"))).cache
+    runs, kernel = [], attention_gpu.decode_attention
+    spy = lambda *args, **kw: runs.append(args) or kernel(*args, **kw)
+    monkeypatch.setattr(attention_gpu, "decode_attention", spy)
+    step = lambda: call(net, tokens[:, 5:], jnp.full((2, 1), 5), before).logits
+    want = step()
+    assert not runs
+    with implementation("interpret"):
+        np.testing.assert_allclose(step(), want, atol=5e-3)
+    assert runs
 
 
 def test_prompts_of_any_length_do_not_disturb_each_other():

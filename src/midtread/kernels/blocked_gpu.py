@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.matmul_gpu import OUT, in_order, send
-from midtread.kernels.pallas_compat import (
-    interpreter,
-    load_slice,
-    num_cores,
-    pl,
-    plgpu,
-    transposed,
-    warpgroup_params,
+from midtread.kernels.matmul_gpu import (
+    Job,
+    in_order,
+    launch,
+    nothing,
+    over_blocks,
+    send,
 )
+from midtread.kernels.pallas_compat import load_slice, pl, plgpu, transposed
 
 TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8
 CTA = ROWS * GROUPS, TILE
@@ -38,84 +37,57 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int):
     grid = pl.cdiv(m, CTA[0]), pl.cdiv(n, CTA[1])
     by_column = sb_gmem.shape[1] == n
 
-    def pipeline(body, context):
-        codes = lambda rows, dtype: plgpu.BlockSpec(
-            (rows, TILE),
-            lambda t: (0, t),
-            transforms=in_order(TILE, dtype),
-            memory_space=plgpu.SMEM,
-        )
-        scales = lambda extent: plgpu.BlockSpec(
-            (1, extent), lambda t: (t, 0), memory_space=plgpu.SMEM
-        )
-        specs = [codes(CTA[0], a_gmem.dtype), codes(CTA[1], b_gmem.dtype)]
-        specs += [scales(CTA[0])] + [scales(CTA[1])] * by_column
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(k // TILE,),
-            memory_registers=40,
-            in_specs=specs,
-            wg_axis="wg",
-            num_compute_wgs=GROUPS,
-            max_concurrent_steps=stages,
-            compute_context=context,
-        )
+    codes = lambda rows, dtype: plgpu.BlockSpec(
+        (rows, TILE),
+        lambda t: (0, t),
+        transforms=in_order(TILE, dtype),
+        memory_space=plgpu.SMEM,
+    )
+    scales = lambda extent: plgpu.BlockSpec(
+        (1, extent), lambda t: (t, 0), memory_space=plgpu.SMEM
+    )
+    specs = [codes(CTA[0], a_gmem.dtype), codes(CTA[1], b_gmem.dtype)]
+    specs += [scales(CTA[0])] + [scales(CTA[1])] * by_column
 
-    def inputs(rows, columns):
+    def inputs(i, j):
+        rows, columns = pl.ds(i * CTA[0], CTA[0]), pl.ds(j * CTA[1], CTA[1])
         parts = [a_gmem.at[rows], b_gmem.at[columns], sa_gmem.at[:, rows]]
         return [*parts, sb_gmem.at[:, columns]] if by_column else parts
 
-    nothing = lambda *_, **__: None
-    first = inputs(pl.ds(0, CTA[0]), pl.ds(0, CTA[1]))
-
-    @functools.partial(
-        pl.run_scoped,
-        ring=pipeline(nothing, nothing).get_allocations(*first),
-        out_smem=plgpu.SMEM(
-            (GROUPS, 2, OUT, OUT),
-            out_gmem.dtype,
-            transforms=in_order(OUT, out_gmem.dtype),
-        ),
-        collective_axes="wg",
-    )
-    def _(ring, out_smem):
+    def find(index):
+        i, j = plgpu.planar_snake(index, grid, 0, WIDTH)
         wg = lax.axis_index("wg")
+        mine = pl.ds(wg * ROWS, ROWS)
 
-        @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
-        def _(loop):
-            i, j = plgpu.planar_snake(loop.index[0], grid, 0, WIDTH)
-            mine = pl.ds(wg * ROWS, ROWS)
+        def step(index, a_smem, b_smem, sa_smem, *rest):
+            *sb_smem, total = rest
 
-            def multiply(index, a_smem, b_smem, sa_smem, *rest):
-                *sb_smem, total = rest
+            def one_tile(acc):
+                plgpu.wgmma(acc, a_smem.at[mine], transposed(b_smem))
+                return acc[...]
 
-                def one_tile(acc):
-                    plgpu.wgmma(acc, a_smem.at[mine], transposed(b_smem))
-                    return acc[...]
+            part = pl.run_scoped(one_tile, plgpu.ACC((ROWS, TILE), jnp.float32))
+            layout = plgpu.Layout.WGMMA
+            sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
+            if not by_column:
+                sa = sa * sb_gmem[index[0], j]
+                return total + part * lax.broadcast_in_dim(sa, part.shape, [0])
+            sb = load_slice(sb_smem[0].at[0], 0, TILE, layout.reduce(0))
+            both = lax.broadcast_in_dim(sa, part.shape, [0])
+            both = both * lax.broadcast_in_dim(sb, part.shape, [1])
+            return total + part * both
 
-                part = pl.run_scoped(one_tile, plgpu.ACC((ROWS, TILE), jnp.float32))
-                layout = plgpu.Layout.WGMMA
-                sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
-                if not by_column:
-                    sa = sa * sb_gmem[index[0], j]
-                    return total + part * lax.broadcast_in_dim(sa, part.shape, [0])
-                sb = load_slice(sb_smem[0].at[0], 0, TILE, layout.reduce(0))
-                both = lax.broadcast_in_dim(sa, part.shape, [0])
-                both = both * lax.broadcast_in_dim(sb, part.shape, [1])
-                return total + part * both
+        def finish(run, out_smem):
+            zero = jnp.zeros((ROWS, TILE), jnp.float32)
+            out = run(plgpu.layout_cast(zero, plgpu.Layout.WGMMA))
+            place = i * CTA[0] + wg * ROWS, j * CTA[1]
+            send(out, place, out_smem, out_gmem)
 
-            def compute(run):
-                zero = jnp.zeros((ROWS, TILE), jnp.float32)
-                out = run(plgpu.layout_cast(zero, plgpu.Layout.WGMMA))
-                place = i * CTA[0] + wg * ROWS, j * CTA[1]
-                send(out, place, out_smem.at[wg], out_gmem)
+        return Job(inputs(i, j), specs, k // TILE, step, finish)
 
-            columns = pl.ds(j * CTA[1], CTA[1])
-            pipeline(multiply, compute)(
-                *inputs(pl.ds(i * CTA[0], CTA[0]), columns), allocations=ring
-            )
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    example = Job(inputs(0, 0), specs, k // TILE, nothing, nothing)
+    count = grid[0] * grid[1]
+    over_blocks(find, count, example, out_gmem.dtype, groups=GROUPS, stages=stages)
 
 
 def blocked_matmul(
@@ -127,17 +99,10 @@ def blocked_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """[M, N]; `sb_TN` may have one entry per 128 columns."""
-    m, n = a_MK.shape[0], b_NK.shape[0]
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
-    extra = interpreter() if interpret else {}
-    kernel = plgpu.kernel(
+    return launch(
         functools.partial(_body, stages=stages),
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(num_cores(),),
-        grid_names=("sm",),
-        num_threads=GROUPS + 1,
-        thread_name="wg",
-        compiler_params=warpgroup_params(),
-        **extra,
-    )
-    return kernel(a_MK, b_NK, sa_TM, sb_TN)
+        jax.ShapeDtypeStruct((a_MK.shape[0], b_NK.shape[0]), out_dtype),
+        (a_MK, b_NK, sa_TM, sb_TN),
+        groups=GROUPS, interpret=interpret,
+    )  # fmt: skip

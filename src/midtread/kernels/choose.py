@@ -2,6 +2,9 @@
 
     weight_only(...)    float x codes: an array, or None for the plain path in ops/engine.py
     scaled(...)         codes x codes, scales on kept axes: an array, or None likewise
+    grouped(...)        the same for rows in groups, each with its own matrix
+    grouped_weight(...) float x codes for rows in groups
+    attend(...)         one token a sequence against a cache of codes
     quantize(...)       a float operand to codes, in the memory order its matmuls want
 
 A choice changes the time, never the meaning: what a kernel does not take (zero points,
@@ -25,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from midtread.kernels import cpu, xla
-from midtread.numerics import views
+from midtread.numerics import formats, rounding, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import (
@@ -40,6 +43,10 @@ Labels = tuple[str, ...]
 IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
 SYMBOLIC = "an extent is not known: jax.export with symbolic shapes is left to XLA"
+
+# Written, interpreted and lowered, but not yet run by a GPU (docs/log.md): such a kernel is
+# taken where it is asked for, and not of our own accord.
+UNPROVEN = "no GPU has run this kernel yet, so implementation('gpu') has to ask for it"
 
 _wanted = jax.make_user_context(default_value=None)  # part of jit's cache key
 
@@ -74,6 +81,12 @@ def _few_rows() -> ModuleType:
     from midtread.kernels import few_rows_gpu
 
     return few_rows_gpu
+
+
+def _ragged_kernels() -> ModuleType:
+    from midtread.kernels import ragged_gpu
+
+    return ragged_gpu
 
 
 @functools.cache
@@ -131,17 +144,104 @@ def scaled(
 
 
 def why_not_scaled(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
-    reason = _why_no_gpu(hopper=True)
+    reason = _why_no_gpu(hopper=True) or _why_not_here(lhs, rhs)
     if reason is not None:
         return reason
-    parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
-    if _is_explicit(*parts):
-        return "its operands are laid out over a mesh with explicit axes"
-    if not _is_static(*parts):
-        return SYMBOLIC
     if tiles:
         return _kernels().why_not_blocked(labels, lhs, rhs, tiles)
     return _kernels().why_not_scaled(labels, lhs, rhs)
+
+
+def grouped(
+    labels: tuple[Labels, Labels, Labels], groups: tuple, lhs, rhs, tiles, dtype
+) -> jax.Array | None:
+    """`scaled` for rows in groups: (the label of rows, that of groups, their sizes)."""
+    out = _few_grouped(labels, groups, lhs, rhs)
+    if out is not None:
+        return out
+    reason = why_not_grouped(labels, groups, lhs, rhs, tiles)
+    if not _taken(reason, "this grouped matmul of codes"):
+        return None
+    kernels = _ragged_kernels()
+    of = kernels.Groups(*groups)
+    return kernels.grouped(labels, of, lhs, rhs, dtype, _interpret())
+
+
+def _few_grouped(labels, groups: tuple, lhs, rhs) -> jax.Array | None:
+    """`few_rows` for rows in groups."""
+    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
+        return None
+    x, (rows, _, _) = lhs.qvalue, groups
+    if lhs.zero_point is not None or formats.dtype_bits(x.dtype) > 8:
+        return None
+    if any(n != 1 and label != rows for label, n in zip(labels[0], lhs.scale.shape)):
+        return None
+    if why_not_grouped_weight(labels, groups, x.astype(jnp.bfloat16), rhs) is not None:
+        return None
+    out = grouped_weight(labels, groups, x.astype(jnp.bfloat16), rhs)
+    scale = lhs.scale.astype(jnp.float32).reshape(-1, *[1] * (out.ndim - 1))
+    return views.broadcast_with(jnp.multiply, out, scale)
+
+
+def grouped_weight(labels, groups: tuple, x, w) -> jax.Array | None:
+    """`weight_only` for rows in groups."""
+    if not _is_plain_weight(x, w):
+        return None
+    reason = why_not_grouped_weight(labels, groups, x, w)
+    if not _taken(reason, f"these rows by grouped weights of {w.format.name}"):
+        return None
+    kernels = _ragged_kernels()
+    return kernels.weight(labels, kernels.Groups(*groups), x, w, _interpret())
+
+
+def why_not_grouped_weight(labels, groups: tuple, x, w: QArray) -> str | None:
+    reason = _why_no_gpu(hopper=False) or _why_not_here(x, w, groups[2])
+    if reason is not None:
+        return reason
+    if wanted() is None:
+        return UNPROVEN
+    kernels = _ragged_kernels()
+    return kernels.why_not_weight(labels, kernels.Groups(*groups), x, w)
+
+
+def attend(
+    q: jax.Array, k: QArray, v: QArray, lengths: jax.Array, gain: float = 1.0
+) -> jax.Array | None:
+    """softmax(gain q k / sqrt(h)) v of one token a sequence, q [B, 1, H, h], against a cache
+    [B, S, K, h] of which each sequence sees its first `lengths` slots; None likewise."""
+    reason = why_not_attend(q, k, v)
+    if not _taken(reason, "attention over this cache"):
+        return None
+    from midtread.kernels import attention_gpu
+
+    return attention_gpu.attend(q, k, v, lengths, gain, _interpret())
+
+
+def why_not_attend(q, k: QArray, v: QArray) -> str | None:
+    reason = _why_no_gpu(hopper=False) or _why_not_here(q, k, v)
+    if reason is not None:
+        return reason
+    from midtread.kernels import attention_gpu
+
+    return attention_gpu.why_not(q, k, v)
+
+
+def why_not_grouped(labels, groups: tuple, lhs, rhs, tiles) -> str | None:
+    reason = _why_no_gpu(hopper=True) or _why_not_here(lhs, rhs, groups[2])
+    if reason is not None:
+        return reason
+    if tiles:
+        return "its scales vary within the sum"
+    kernels = _ragged_kernels()
+    return kernels.why_not_grouped(labels, kernels.Groups(*groups), lhs, rhs)
+
+
+def _why_not_here(*operands) -> str | None:
+    """Why kernels cannot take operands that are laid out as these are."""
+    parts = [p for x in operands for p in jax.tree.leaves(x)]
+    if _is_explicit(*parts):
+        return "its operands are laid out over a mesh with explicit axes"
+    return None if _is_static(*parts) else SYMBOLIC
 
 
 def quantize(
@@ -162,9 +262,11 @@ def quantize(
         range_: found earlier; None: from the data, now.
         factor: of x's rank, broadcast.
     """
-    if why_not_quantize(x, spec, summed, factor) is None:
+    is_seeded = spec.rounding == "nearest" or key is not None
+    if is_seeded and why_not_quantize(x, spec, summed, factor) is None:
+        seed = None if spec.rounding == "nearest" else rounding.seed(key, site)
         how = {"summed": summed, "both": both, "factor": factor}
-        return _kernels().quantize(x, spec, range_, interpret=_interpret(), **how)
+        return _kernels().quantize(x, spec, range_, seed, interpret=_interpret(), **how)
     if factor is not None:
         x = x * factor
     range_ = calibrate(x, spec) if range_ is None else range_
@@ -180,6 +282,8 @@ def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
         return (
             "a model over several devices is quantized by XLA, which can partition it"
         )
+    if spec.rounding != "nearest" and wanted() is None:
+        return UNPROVEN
     return _kernels().why_not_quantize(x, spec, summed, factor)
 
 
@@ -258,11 +362,7 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
         how = {"fmt": fmt, "summed": summed, "precision": precision}
         inner = None if inner is None else inner.astype(jnp.float32)
         return cpu.dot(x_MK, codes, inner, **how)
-    reason = _why_no_gpu(hopper=False)
-    if reason is None and _is_explicit(x_MK, w.qvalue):
-        reason = "its operands are laid out over a mesh with explicit axes"
-    if reason is None and not _is_static(x_MK, w.qvalue):
-        reason = SYMBOLIC
+    reason = _why_no_gpu(hopper=False) or _why_not_here(x_MK, w.qvalue)
     hopper = not _interpret() and _why_no_gpu(hopper=True) is None
     if reason is None:
         how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype, hopper)

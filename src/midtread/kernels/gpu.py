@@ -22,6 +22,7 @@ from midtread.kernels.pallas_compat import MIXES_FLOAT8
 from midtread.kernels.quantize_gpu import TILE
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
+from midtread.numerics.rounding import hashed, mix
 
 Labels = tuple[str, ...]
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -52,7 +53,19 @@ def why_not_scaled(labels, lhs, rhs) -> str | None:
     found = matrices(*labels)
     if found is None:
         return "it has batch axes, or interleaves the axes of its operands"
-    pair = [_codes(x).dtype.name for x in (lhs, rhs)]
+    reason = why_not_codes(lhs, rhs)
+    if reason is not None:
+        return reason
+    extents = _extents(labels, lhs, rhs)
+    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
+    if min(m, n) <= MAX_ROWS or k < 128:
+        return f"{m}x{k}x{n} is smaller than a block"
+    return None
+
+
+def why_not_codes(lhs, rhs) -> str | None:
+    """Why wgmma cannot multiply these operands' codes; None if it can."""
+    pair = [codes_of(x).dtype.name for x in (lhs, rhs)]
     is_float8 = all(d in FLOAT8 for d in pair)
     if pair != ["int8", "int8"] and not is_float8:
         return f"it multiplies {pair[0]} by {pair[1]}: int8 by int8 or float8 by float8 are"
@@ -61,20 +74,16 @@ def why_not_scaled(labels, lhs, rhs) -> str | None:
     for x in (lhs, rhs):
         if isinstance(x, QArray) and x.zero_point is not None:
             return "an operand has a zero point"
-    extents = _extents(labels, lhs, rhs)
-    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
-    if min(m, n) <= MAX_ROWS or k < 128:
-        return f"{m}x{k}x{n} is smaller than a block"
     return None
 
 
-def _codes(x) -> jax.Array:
+def codes_of(x) -> jax.Array:
     return x.qvalue if isinstance(x, QArray) else x
 
 
 def _extents(labels, lhs, rhs) -> dict[str, int]:
-    left = dict(zip(labels[0], _codes(lhs).shape))
-    return left | dict(zip(labels[1], _codes(rhs).shape))
+    left = dict(zip(labels[0], codes_of(lhs).shape))
+    return left | dict(zip(labels[1], codes_of(rhs).shape))
 
 
 def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
@@ -90,7 +99,7 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     ]
     sizes = [v.shape[0] for v in operands]
     shapes = [
-        (max(_up(v.shape[0], by), 128), _up(v.shape[1], 128))
+        (max(up(v.shape[0], by), 128), up(v.shape[1], 128))
         for v, by in zip(operands, (8, 64))
     ]
     operands = [views.pad_to(v, shape) for v, shape in zip(operands, shapes)]
@@ -101,13 +110,13 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     return out.reshape([extents[x] for x in labels[2]])
 
 
-def _up(extent: int, multiple: int) -> int:
+def up(extent: int, multiple: int) -> int:
     """The copy engine wants whole rows of its pattern; the rest is zeros."""
     return -(-extent // multiple) * multiple
 
 
 def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    codes = _codes(x).transpose([labels.index(a) for a in (*kept, *summed)])
+    codes = codes_of(x).transpose([labels.index(a) for a in (*kept, *summed)])
     num_rows = math.prod(codes.shape[: len(kept)])
     return codes.reshape(num_rows, -1)
 
@@ -115,7 +124,7 @@ def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
 def _scales(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
     """float32 [r, t]: over the rows of `_as_rows`, and over tiles of their sums."""
     order = [labels.index(a) for a in (*kept, *summed)]
-    shape = [_codes(x).shape[a] for a in order]
+    shape = [codes_of(x).shape[a] for a in order]
     if not isinstance(x, QArray):
         return jnp.ones((1, 1), jnp.float32)
     scale = x.scale.astype(jnp.float32).transpose(order)
@@ -129,7 +138,7 @@ def why_not_blocked(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
         return reason
     found = matrices(*labels)
     assert found is not None  # or why_not_scaled had said so
-    if _codes(lhs).dtype.name not in FLOAT8:
+    if codes_of(lhs).dtype.name not in FLOAT8:
         return "scales within the sum have a kernel for float8 alone"
     extents = _extents(labels, lhs, rhs)
     m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
@@ -140,7 +149,7 @@ def why_not_blocked(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
     for x, of, kept in ((lhs, labels[0], found.m), (rhs, labels[1], found.n)):
         order = [of.index(a) for a in (*kept, *found.k)]
         if isinstance(x, QArray) and (
-            laid([x.scale.shape[a] for a in order], [_codes(x).shape[a] for a in order], len(kept))
+            laid([x.scale.shape[a] for a in order], [codes_of(x).shape[a] for a in order], len(kept))
             is None
         ):  # fmt: skip
             return f"a scale {x.scale.shape} of {x.shape} is not one per {TILE}"
@@ -230,13 +239,15 @@ def why_not_quantize(x, spec, summed, factor) -> str | None:
         return f"{spec.format.name} has no kernel: int8, e4m3 and e5m2 have"
     if x.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"{x.dtype} has no kernel"
-    if spec.rounding != "nearest" or spec.scale_rule is not None:
-        return "noise and special scales have no kernel"
+    if spec.rounding not in ("nearest", "stochastic") or spec.scale_rule is not None:
+        return f"{spec.rounding} rounding or special scales have no kernel"
     if spec.calibration.is_asymmetric or spec.scale_dtype is not None:
         return "zero points and scale dtypes have no kernel"
     sides = _sides(x.shape, summed)
     if sides is None:
         return "its summed axes are neither its first nor its last"
+    if spec.rounding != "nearest" and x.ndim - sides.num_leading > 1:
+        return "noise along several axes of columns has no kernel"
     padded, counts = spec.layout(x.shape)
     unit = TILE if spec.tiled_axes else quantize_gpu.BLOCK
     if sides.rows % unit or sides.columns % unit or padded != x.shape:
@@ -248,10 +259,15 @@ def why_not_quantize(x, spec, summed, factor) -> str | None:
 
 
 def quantize(
-    x, spec, range_, *, summed, both, factor, interpret
+    x, spec, range_, seed, *, summed, both, factor, interpret
 ) -> tuple[QArray, QArray]:
+    """`seed`: the hash that noise starts from, where rounding is by chance."""
     sides = _sides(x.shape, summed)
     first = sides.num_leading
+    how = {"interpret": interpret, "noise": None}
+    if spec.rounding != "nearest":
+        index = lax.iota(jnp.uint32, sides.columns)
+        how["noise"] = hashed(seed, x.shape[:first]).reshape(-1), mix(index)
     matrix = x.reshape(sides.rows, sides.columns)
     _, counts = spec.layout(x.shape)
     along = None if factor is None else _as_matrix(factor, x.shape, first)
@@ -262,9 +278,7 @@ def quantize(
     is_rows = fitted is not None and fitted[1] == [sides.rows, 1]
     fits = sides.columns * x.dtype.itemsize <= quantize_gpu.MAX_ROW
     if is_rows and is_absmax and fits:
-        codes, scale = quantize_gpu.rows(
-            matrix, spec.format, factor=along, interpret=interpret
-        )
+        codes, scale = quantize_gpu.rows(matrix, spec.format, factor=along, **how)
         found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
         scale = scale.reshape(counts)
     else:
@@ -273,7 +287,7 @@ def quantize(
         scale = settled(scales_of(range_, spec).scale.astype(x.dtype))
         inverse = 1 / _as_matrix(scale.astype(jnp.float32), x.shape, first)
         written = quantize_gpu.cast(
-            matrix, inverse, spec.format, copies, factor=along, interpret=interpret
+            matrix, inverse, spec.format, copies, factor=along, **how
         )
         found = {k: v.T if k == "transposed" else v for k, v in zip(copies, written)}
     arrays = [

@@ -6,13 +6,16 @@ One pass: the sum never leaves the registers unscaled, so no int32 array is writ
 and written again. Both operands lie with the summed axis innermost, as 8-bit wgmma wants
 them; a caller that has it otherwise transposes, and XLA merges that with the quantizing.
 
-Each of the GPU's multiprocessors runs one program for good. One warpgroup fetches blocks
-with the copy engine (TMA) into a ring of buffers, two others multiply: the ring hides the
-memory, and the walk over output blocks (a snake, `width` blocks wide) shares what L2 holds.
+Each of the GPU's multiprocessors runs one program for good (`over_blocks`). One warpgroup
+fetches blocks with the copy engine (TMA) into a ring of buffers, the others multiply: the
+ring hides the memory, and the walk over output blocks (a snake, `width` blocks wide) shares
+what L2 holds. blocked_gpu and grouped_gpu walk the same way to other blocks.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +54,22 @@ class Blocks:
             2 if self.split == "n" else 1
         )
 
+    @property
+    def rows(self) -> int:
+        """Of the result, of one program or of a pair."""
+        return self.cta[0] * (2 if self.pair else 1)
+
+    def walk(self, index, grid) -> tuple[Any, Any]:
+        """The row and column block at a place of the walk; a pair takes two rows."""
+        i, j = plgpu.planar_snake(index, grid, self.minor, self.width)
+        return (i * 2 + lax.axis_index("pair") if self.pair else i), j
+
+    def mine(self, wg) -> tuple[Any, Any]:
+        """The rows and columns of a program's block that a warpgroup multiplies."""
+        if self.split == "m":
+            return pl.ds(wg * self.m, self.m), pl.ds(0, self.n)
+        return pl.ds(0, self.m), pl.ds(wg * self.n, self.n)
+
 
 def in_order(columns: int, dtype) -> tuple:
     """The order of a block in shared memory that wgmma and TMA agree on."""
@@ -62,110 +81,90 @@ def in_order(columns: int, dtype) -> tuple:
     )
 
 
-def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
-    m, k = a_gmem.shape
-    n, _ = b_gmem.shape
-    cta_m, cta_n = blocks.cta
-    num_paired = 2 if blocks.pair else 1
-    grid = pl.cdiv(m, cta_m * num_paired), pl.cdiv(n, cta_n)
-    integer = jnp.issubdtype(a_gmem.dtype, jnp.integer)
+# --- the frame --------------------------------------------------------------------------------
 
-    def pipeline(body, context):
-        spec = lambda rows, dtype, shared=(): plgpu.BlockSpec(
-            (rows, blocks.k),
-            lambda i: (0, i),
-            transforms=in_order(blocks.k, dtype),
-            memory_space=plgpu.SMEM,
-            delay_release=blocks.delay,
-            collective_axes=shared,
-        )
-        shared = ("pair",) if blocks.pair else ()
+
+class Job(NamedTuple):
+    """One block of the result."""
+
+    inputs: list  # what to fetch from, in global memory
+    specs: list  # of the blocks fetched in a step
+    steps: Any
+    step: Callable  # (index, *blocks in shared memory, carry) -> carry
+    finish: Callable  # (run, out_smem): makes a carry, runs the steps from it, writes
+
+
+def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stages):
+    """Runs the jobs `find(0) .. find(count - 1)`, shared out over all programs.
+
+    Args:
+        find: the job at an index; called by every warpgroup.
+        example: whose inputs and specs are like those of all jobs.
+        groups: warpgroups that multiply.
+    """
+
+    def pipeline(job: Job, finish):
         return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(pl.cdiv(k, blocks.k),),
+            job.step,
+            grid=(job.steps,),
             memory_registers=40,
-            in_specs=[spec(cta_m, a_gmem.dtype), spec(cta_n, b_gmem.dtype, shared)],
+            in_specs=job.specs,
             wg_axis="wg",
-            num_compute_wgs=2,
-            max_concurrent_steps=blocks.stages,
-            compute_context=context,
+            num_compute_wgs=groups,
+            max_concurrent_steps=stages,
+            compute_context=finish,
         )
-
-    nothing = lambda *_, **__: None
 
     @functools.partial(
         pl.run_scoped,
-        ring=pipeline(nothing, nothing).get_allocations(a_gmem, b_gmem),
+        ring=pipeline(example, example.finish).get_allocations(*example.inputs),
         out_smem=plgpu.SMEM(
-            (2, 2, OUT, OUT),
-            out_gmem.dtype,
-            transforms=in_order(OUT, out_gmem.dtype),
+            (groups, 2, OUT, OUT), out_dtype, transforms=in_order(OUT, out_dtype)
         ),
         collective_axes="wg",
     )
     def _(ring, out_smem):
-        wg = lax.axis_index("wg")
+        mine = out_smem.at[lax.axis_index("wg")]
 
-        @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
+        @plgpu.nd_loop((count,), collective_axes="sm")
         def _(loop):
-            i, j = plgpu.planar_snake(loop.index[0], grid, blocks.minor, blocks.width)
-            if blocks.pair:
-                i = i * 2 + lax.axis_index("pair")
-            rows, columns = pl.ds(i * cta_m, cta_m), pl.ds(j * cta_n, cta_n)
-            first = i * cta_m, j * cta_n
-            if blocks.split == "m":
-                mine = pl.ds(wg * blocks.m, blocks.m), pl.ds(0, blocks.n)
-                first = first[0] + wg * blocks.m, first[1]
-            else:
-                mine = pl.ds(0, blocks.m), pl.ds(wg * blocks.n, blocks.n)
-                first = first[0], first[1] + wg * blocks.n
-
-            def multiply(_, a_smem, b_smem, acc):
-                plgpu.wgmma(acc, a_smem.at[mine[0]], transposed(b_smem.at[mine[1]]))
-                plgpu.wgmma_wait(blocks.delay)
-                return acc
-
-            def compute(run):
-                @functools.partial(
-                    pl.run_scoped,
-                    acc=plgpu.ACC(
-                        (blocks.m, blocks.n), jnp.int32 if integer else jnp.float32
-                    ),
-                )
-                def _(acc):
-                    run(acc)
-                    _write(
-                        acc[...],
-                        first,
-                        sa_gmem,
-                        sb_gmem,
-                        out_smem.at[wg],
-                        out_gmem,
-                        blocks,
-                    )
-
-            pipeline(multiply, compute)(
-                a_gmem.at[rows], b_gmem.at[columns], allocations=ring
-            )
+            job = find(loop.index[0])
+            finish = functools.partial(job.finish, out_smem=mine)
+            pipeline(job, finish)(*job.inputs, allocations=ring)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _write(acc, first, sa_gmem, sb_gmem, out_smem, out_gmem, blocks: Blocks):
-    """Scales a warpgroup's block and sends it off, a few columns at a time."""
-    row, column = first
-    out = acc.astype(jnp.float32)
-    sa = load_slice(sa_gmem, row, blocks.m, plgpu.Layout.WGMMA.reduce(1))
-    sb = load_slice(sb_gmem, column, blocks.n, plgpu.Layout.WGMMA.reduce(0))
-    out = out * lax.broadcast_in_dim(sa, out.shape, [0])
-    out = out * lax.broadcast_in_dim(sb, out.shape, [1])
-    send(out, first, out_smem, out_gmem)
+def launch(body, out_type, args, *, groups: int, pair=False, interpret=False):
+    """Runs `body` on all multiprocessors, with one warpgroup more than multiply."""
+    extra = interpreter() if interpret else {}
+    if pair:
+        extra |= {"cluster": (2,), "cluster_names": ("pair",)}
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(num_cores() // (2 if pair else 1),),
+        grid_names=("sm",),
+        num_threads=groups + 1,
+        thread_name="wg",
+        compiler_params=warpgroup_params(),
+        **extra,
+    )
+    return kernel(*args)
 
 
 def send(out, place, out_smem, out_gmem):
     """Writes a warpgroup's block through two buffers, a square at a time."""
-    row, column = place
-    out = out.astype(out_gmem.dtype)
+    *lead, row, column = place
+    for (r, c), slot in squares(out, out_smem, out_gmem.dtype):
+        at = (*lead, pl.ds(row + r, OUT), pl.ds(column + c, OUT))
+        plgpu.copy_smem_to_gmem(slot, out_gmem.at[at], commit_group=False)
+
+
+def squares(out, out_smem, dtype):
+    """Each square of a block, laid in shared memory: where it belongs, and the buffer.
+    The caller starts its copies before it asks for the next."""
+    out = out.astype(dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     m, n = out.shape
     parts = [(r, c) for r in range(0, m, OUT) for c in range(0, n, OUT)]
@@ -174,8 +173,103 @@ def send(out, place, out_smem, out_gmem):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         slot[...] = out[r : r + OUT, c : c + OUT]
         plgpu.commit_smem()
-        target = out_gmem.at[pl.ds(row + r, OUT), pl.ds(column + c, OUT)]
-        plgpu.copy_smem_to_gmem(slot, target)
+        yield (r, c), slot
+        plgpu.commit_smem_to_gmem_group()
+
+
+# --- the matmul -------------------------------------------------------------------------------
+
+
+def code_specs(a_gmem, b_gmem, blocks: Blocks, first=None) -> list:
+    """Of blocks of both operands; sums start at column `first`, by default at 0."""
+    shared = ("pair",) if blocks.pair else ()
+    width, place = blocks.k, lambda i: (0, i)
+    if first is not None:
+        width = pl.Element(blocks.k)
+        place = lambda i: (0, pl.multiple_of(first + i * blocks.k, blocks.k))
+    return [
+        plgpu.BlockSpec(
+            (rows, width),
+            place,
+            transforms=in_order(blocks.k, dtype),
+            memory_space=plgpu.SMEM,
+            delay_release=blocks.delay,
+            collective_axes=axes,
+        )
+        for rows, dtype, axes in (
+            (blocks.cta[0], a_gmem.dtype, ()),
+            (blocks.cta[1], b_gmem.dtype, shared),
+        )
+    ]
+
+
+def multiplying(blocks: Blocks, dtype, wg, write: Callable, edit=None):
+    """(step, finish) of a job that sums products of codes and has `write(sum, out_smem)`.
+
+    Args:
+        edit: (index, the part of a_smem that this warpgroup multiplies), before it does.
+    """
+    wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    rows, columns = blocks.mine(wg)
+
+    def step(index, a_smem, b_smem, acc):
+        if edit is not None:
+            edit(index[0], a_smem.at[rows])
+        plgpu.wgmma(acc, a_smem.at[rows], transposed(b_smem.at[columns]))
+        plgpu.wgmma_wait(blocks.delay)
+        return acc
+
+    def finish(run, out_smem):
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((blocks.m, blocks.n), wide))
+        def _(acc):
+            run(acc)
+            write(acc[...].astype(jnp.float32), out_smem)
+
+    return step, finish
+
+
+def scaled_by(out, sa_gmem, row, sb_gmem, column):
+    """A warpgroup's block times the scales of its rows and columns."""
+    sa = load_slice(sa_gmem, row, out.shape[0], plgpu.Layout.WGMMA.reduce(1))
+    sb = load_slice(sb_gmem, column, out.shape[1], plgpu.Layout.WGMMA.reduce(0))
+    out = out * lax.broadcast_in_dim(sa, out.shape, [0])
+    return out * lax.broadcast_in_dim(sb, out.shape, [1])
+
+
+def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
+    (m, k), n = a_gmem.shape, b_gmem.shape[0]
+    cta_m, cta_n = blocks.cta
+    grid = pl.cdiv(m, blocks.rows), pl.cdiv(n, cta_n)
+
+    def job(i, j):
+        wg = lax.axis_index("wg")
+        rows, columns = blocks.mine(wg)
+        row, column = i * cta_m + rows.start, j * cta_n + columns.start
+
+        def write(out, out_smem):
+            out = scaled_by(out, sa_gmem, row, sb_gmem, column)
+            send(out, (row, column), out_smem, out_gmem)
+
+        inputs = [
+            a_gmem.at[pl.ds(i * cta_m, cta_m)],
+            b_gmem.at[pl.ds(j * cta_n, cta_n)],
+        ]
+        specs = code_specs(a_gmem, b_gmem, blocks)
+        how = multiplying(blocks, a_gmem.dtype, wg, write)
+        return Job(inputs, specs, pl.cdiv(k, blocks.k), *how)
+
+    find = lambda index: job(*blocks.walk(index, grid))
+    example = Job(
+        [a_gmem, b_gmem], code_specs(a_gmem, b_gmem, blocks), pl.cdiv(k, blocks.k),
+        nothing, nothing,
+    )  # fmt: skip
+    over_blocks(
+        find, grid[0] * grid[1], example, out_gmem.dtype, groups=2, stages=blocks.stages
+    )
+
+
+def nothing(*_, **__):
+    """In place of a job's functions where only its blocks are of interest."""
 
 
 def scaled_matmul(
@@ -194,17 +288,9 @@ def scaled_matmul(
     cta_m, cta_n = blocks.cta
     sa_M = jnp.pad(sa_M, (0, -m % (2 * cta_m)))
     sb_N = jnp.pad(sb_N, (0, -n % cta_n))
-    extra = interpreter() if interpret else {}
-    if blocks.pair:
-        extra |= {"cluster": (2,), "cluster_names": ("pair",)}
-    kernel = plgpu.kernel(
+    return launch(
         functools.partial(_body, blocks=blocks),
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(num_cores() // (2 if blocks.pair else 1),),
-        grid_names=("sm",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=warpgroup_params(),
-        **extra,
-    )
-    return kernel(a_MK, b_NK, sa_M, sb_N)
+        jax.ShapeDtypeStruct((m, n), out_dtype),
+        (a_MK, b_NK, sa_M, sb_N),
+        groups=2, pair=blocks.pair, interpret=interpret,
+    )  # fmt: skip

@@ -6,6 +6,9 @@
                        the backward sums over another axis than the forward
 
 Either may multiply x by a factor first: the backward folds the forward's scales into g.
+Either may round by chance: the noise is that of numerics/rounding.py, a hash of the key and
+of an element's position, of which a kernel gets the parts for rows and for columns and
+mixes them; so the codes are the same, too.
 The numbers are those of numerics/: absmax and product rounded to x's dtype, scale =
 absmax * (1 / bound), codes by the reciprocal. A NaN makes its scale NaN: the largest
 magnitude is found among bit patterns, where NaN lies above infinity.
@@ -26,6 +29,7 @@ from midtread.kernels.pallas_compat import (
     triton_params,
 )
 from midtread.numerics.formats import Format
+from midtread.numerics.rounding import as_uniform, mix
 
 BLOCK = 64  # both extents of x come in multiples
 TILE = 128  # elements that share a scale, where some neighbours do
@@ -50,8 +54,10 @@ def _scale(largest, dtype, fmt: Format):
     return jnp.where(raw < np.float32(tiny), jnp.float32(1), raw)
 
 
-def _codes(x, inverse, fmt: Format, native: bool):
+def _codes(x, inverse, fmt: Format, native: bool, noise=None):
     units = x.astype(jnp.float32) * inverse
+    if noise is not None:
+        return _codes_by_chance(units, fmt, noise)
     if fmt.codes is not None:
         low, high = fmt.codes
         units = jnp.minimum(jnp.maximum(units, float(low)), float(high))
@@ -59,6 +65,38 @@ def _codes(x, inverse, fmt: Format, native: bool):
     largest = fmt.grid.largest
     kept = jnp.minimum(jnp.maximum(units, -largest), largest)
     return jnp.where(jnp.isnan(units), units, kept).astype(fmt.dtype)
+
+
+def _codes_by_chance(units, fmt: Format, noise):
+    """numerics/rounding.py's stochastic codes; `noise` is in [0, 1)."""
+    if fmt.codes is not None:
+        low, high = fmt.codes
+        is_nan = jnp.isnan(units)
+        units = jnp.minimum(jnp.maximum(units, low - 1.0), high + 1.0)
+        units = jnp.where(is_nan, 0.0, _up_or_down(units, noise))
+        units = jnp.minimum(jnp.maximum(units, float(low)), float(high))
+        return units.astype(jnp.int32).astype(fmt.dtype)
+    grid = fmt.grid
+    kept = jnp.minimum(jnp.maximum(units, -grid.largest), grid.largest)
+    kept = jnp.where(jnp.isnan(units), 0.0, kept)
+    bits = lax.bitcast_convert_type(kept, jnp.int32)
+    exponent = ((bits >> 23) & 255) - 127  # of the binade; subnormals share the lowest
+    exponent = jnp.maximum(exponent, grid.min_exponent) - grid.mantissa
+    power = lambda e: lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
+    kept = _up_or_down(kept * power(-exponent), noise) * power(exponent)
+    kept = jnp.minimum(jnp.maximum(kept, -grid.largest), grid.largest)
+    return jnp.where(jnp.isnan(units), units, kept).astype(fmt.dtype)
+
+
+def _up_or_down(x, noise):
+    below = jnp.floor(x)
+    return below + (noise < x - below).astype(jnp.float32)
+
+
+def _noise(refs):
+    """Of a block, from the hashes of its rows and columns."""
+    rows, columns = refs
+    return as_uniform(mix(rows[:][:, None] ^ columns[:][None, :]))
 
 
 def _nearest(units, native: bool):
@@ -82,14 +120,18 @@ def _times(x, factor):
 # --- one scale per row ------------------------------------------------------------------------
 
 
-def _rows_body(x_ref, *refs, fmt, columns, native):
-    codes_ref, scale_ref = refs[-2:]
+def _rows_body(x_ref, *refs, fmt, columns, native, by_chance):
+    *refs, codes_ref, scale_ref = refs
+    noise = None
+    if by_chance:
+        *refs, of_rows, of_columns = refs
+        noise = _noise((of_rows, of_columns))
     block = x_ref.shape
     mask = other = None
     if block[1] != columns:
         mask, other = lax.broadcasted_iota(jnp.int32, block, 1) < columns, 0
     x = pltriton.load(x_ref.at[:, :], mask=mask, other=other)
-    if len(refs) > 2:
+    if refs:
         narrow = refs[0].shape[1] == 1
         factor = refs[0].at[:, :]
         factor = pltriton.load(
@@ -97,7 +139,7 @@ def _rows_body(x_ref, *refs, fmt, columns, native):
         )
         x = _times(x, factor)
     scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
-    codes = _codes(x, (1 / scale)[:, None], fmt, native)
+    codes = _codes(x, (1 / scale)[:, None], fmt, native, noise)
     pltriton.store(codes_ref.at[:, :], codes, mask=mask)
     scale_ref[:] = scale.astype(scale_ref.dtype)
 
@@ -107,9 +149,14 @@ def rows(
     fmt: Format,
     *,
     factor: jax.Array | None = None,
+    noise: tuple[jax.Array, jax.Array] | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """([M, K] codes, [M] scales in x's dtype) of x [M, K]; `factor` is [M, 1] or [1, K]."""
+    """([M, K] codes, [M] scales in x's dtype) of x [M, K]; `factor` is [M, 1] or [1, K].
+
+    Args:
+        noise: uint32 [M] and [K], to round by chance: hashes of rows and of columns.
+    """
     m, k = x.shape
     padded = 1 << (k - 1).bit_length()
     whole = pl.BlockSpec((1, padded), lambda i: (i, 0))
@@ -124,8 +171,13 @@ def rows(
             if is_row
             else pl.BlockSpec((1, 1), lambda i: (i, 0))
         )
+    if noise is not None:
+        parts += noise
+        specs += [pl.BlockSpec((1,), lambda i: (i,)), pl.BlockSpec((padded,), lambda i: (0,))]  # fmt: skip
+        parts = alike(*parts)
+    how = {"columns": k, "native": not interpret, "by_chance": noise is not None}
     out = pl.pallas_call(
-        functools.partial(_rows_body, fmt=fmt, columns=k, native=not interpret),
+        functools.partial(_rows_body, fmt=fmt, **how),
         grid=(m,),
         in_specs=specs,
         out_specs=[whole, pl.BlockSpec((1,), lambda i: (i,))],
@@ -142,12 +194,16 @@ def rows(
 # --- scales known already ---------------------------------------------------------------------
 
 
-def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native):
-    x = x_ref[:, :]
-    if len(refs) > len(copies):
-        x = _times(x, refs[0][:, :])
-    codes = _codes(x, inverse_ref[:, :], fmt, native)
-    for ref, copy in zip(refs[-len(copies) :], copies):
+def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance):
+    x, noise = x_ref[:, :], None
+    given, written = refs[: -len(copies)], refs[-len(copies) :]
+    if by_chance:
+        *given, of_rows, of_columns = given
+        noise = _noise((of_rows, of_columns))
+    if given:
+        x = _times(x, given[0][:, :])
+    codes = _codes(x, inverse_ref[:, :], fmt, native, noise)
+    for ref, copy in zip(written, copies):
         ref[:, :] = codes if copy == "plain" else codes.T
 
 
@@ -169,6 +225,7 @@ def cast(
     copies: tuple[str, ...] = ("plain",),
     *,
     factor: jax.Array | None = None,
+    noise: tuple[jax.Array, jax.Array] | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Codes of x [M, N] under 1 / scale; `copies` among plain and transposed.
@@ -176,6 +233,7 @@ def cast(
     Args:
         inverse: float32 [r, c], r and c 1, or one per element, or one per TILE.
         factor: in x's dtype, extents likewise.
+        noise: as in `rows`.
     """
     m, n = x.shape
     block = (BLOCK, TILE if n % TILE == 0 else BLOCK)
@@ -184,14 +242,19 @@ def cast(
         "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
     }
     parts = [inverse] if factor is None else [inverse, factor]
+    specs = [_beside(part.shape, x.shape, block) for part in parts]
+    if noise is not None:
+        parts += noise
+        specs += [
+            pl.BlockSpec(block[:1], lambda i, j: (i,)),
+            pl.BlockSpec(block[1:], lambda i, j: (j,)),
+        ]
     x, *parts = alike(x, *parts)
+    how = {"native": not interpret, "by_chance": noise is not None}
     return pl.pallas_call(
-        functools.partial(_cast_body, fmt=fmt, copies=copies, native=not interpret),
+        functools.partial(_cast_body, fmt=fmt, copies=copies, **how),
         grid=(m // block[0], n // block[1]),
-        in_specs=[
-            pl.BlockSpec(block, lambda i, j: (i, j)),
-            *(_beside(part.shape, x.shape, block) for part in parts),
-        ],
+        in_specs=[pl.BlockSpec(block, lambda i, j: (i, j)), *specs],
         out_specs=[pl.BlockSpec(*placed[c][1:]) for c in copies],
         out_shape=[result(placed[c][0], fmt.dtype, x) for c in copies],
         compiler_params=triton_params(num_warps=4, num_stages=1),

@@ -24,11 +24,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.kernels import choose
 from midtread.lm import cache as kv
 from midtread.lm import rope, split
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.mesh import Layout, keep_rows
+from midtread.numerics.qarray import QArray
 
 INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 POLICIES = {
@@ -147,7 +149,11 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.write(place.positions, k=k, v=v)
             k, v = cache.rows["k"], cache.rows["v"]
-        out = attend(q, k, v, mask, self.rope.logits_gain)
+        out, gain = None, self.rope.logits_gain
+        if T == 1 and isinstance(k, QArray) and isinstance(v, QArray):
+            out = choose.attend(q, k, v, place.positions[:, 0] + 1, gain)
+        if out is None:
+            out = attend(q, k, v, mask, gain)
         return self.out(out.reshape(B, T, H * h)), cache
 
 

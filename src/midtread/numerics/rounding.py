@@ -37,6 +37,10 @@ def encode(
         return _encode_table(x, fmt, rounding, noise)
     assert fmt.codes is not None
     low, high = fmt.codes
+    if rounding == "stochastic":
+        # Changes no code. Left to itself a GPU compiler fuses the product by 1 / scale with
+        # the subtraction of its floor, unrounded, and a few codes differ from everyone's.
+        x = jnp.clip(x, low - 1, high + 1)
     return jnp.clip(_round(x, rounding, noise), low, high).astype(fmt.dtype)
 
 
@@ -153,24 +157,41 @@ def uniform(
     >>> bool((uniform(key, (2, 6), origin=(2, 0)) == whole[2:]).all())
     True
     """
+    state = hashed(seed(key, site), shape, origin)
+    return as_uniform(jnp.broadcast_to(state, shape))
+
+
+def seed(key: Any, site: Sequence[Any] = ()) -> jax.Array:
+    """The hash of a key and a site: where that of positions begins."""
     state = jnp.uint32(0)
     for word in (
         *jax.random.key_data(key).ravel().astype(jnp.uint32),
         *map(_word, site),
     ):
-        state = _mix(state ^ word)
+        state = mix(state ^ word)
+    return state
+
+
+def hashed(state: jax.Array, shape: Sequence[int], origin=None) -> jax.Array:
+    """`state` mixed with the index along each axis, one axis after another."""
     for axis, size in enumerate(shape):
         index = jax.lax.broadcasted_iota(
             jnp.uint32, (1,) * axis + (size,) + (1,) * (len(shape) - axis - 1), axis
         )
         start = _word(origin[axis]) if origin is not None else jnp.uint32(0)
-        state = _mix(
+        state = mix(
             jnp.broadcast_to(state, jnp.broadcast_shapes(state.shape, index.shape))
-            ^ _mix(index + start)
+            ^ mix(index + start)
         )
-    return (jnp.broadcast_to(state, shape) >> 8).astype(jnp.float32) * jnp.float32(
-        2.0**-24
-    )
+    return state
+
+
+def as_uniform(state: jax.Array) -> jax.Array:
+    """A hash as a number in [0, 1), from its upper 24 bits."""
+    upper = (state >> 8).astype(
+        jnp.int32
+    )  # from int32 a GPU converts exactly, and fast
+    return upper.astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def _word(part: Any) -> jax.Array:
@@ -179,7 +200,7 @@ def _word(part: Any) -> jax.Array:
     return jnp.asarray(part).astype(jnp.uint32)
 
 
-def _mix(h: jax.Array) -> jax.Array:
+def mix(h: jax.Array) -> jax.Array:
     """A bijection of 32 bits with low bias: two multiply-xorshift rounds (constants found by C. Wellons, 2018)."""
     h = h + jnp.uint32(0x9E3779B9)
     h = (h ^ (h >> 16)) * jnp.uint32(0x21F0AAAD)

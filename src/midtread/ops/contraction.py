@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import xla
+from midtread.kernels import choose, xla
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
@@ -139,6 +139,14 @@ class Contraction:
         fields = {"stuck": self.stuck, "precision": self.precision, **fields}
         return type(self)(lhs, rhs, out, (tiled, tiled), **fields)
 
+    def scaled_sum(self, lhs, rhs, tiles: dict[str, int], dtype) -> jax.Array | None:
+        """The contraction of codes with their scales, by a kernel if there is one."""
+        return None
+
+    def weight_sum(self, lhs, rhs) -> jax.Array | None:
+        """The same where one operand is float."""
+        return None
+
     def run(self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None) -> jax.Array:
         """The contraction of two plain arrays, in `accumulate` (None: as `preferred`)."""
         raise NotImplementedError
@@ -185,6 +193,13 @@ class Dot(Contraction):
         ]
         got = (*self.batch, *alone)
         return numbers, [got.index(x) for x in self.out]
+
+    def scaled_sum(self, lhs, rhs, tiles, dtype):
+        return choose.scaled((self.lhs, self.rhs, self.out), lhs, rhs, tiles, dtype)
+
+    def weight_sum(self, lhs, rhs):
+        labels = self.lhs, self.rhs, self.out
+        return choose.weight_only(*labels, lhs, rhs, self.precision)
 
     def run(self, lhs, rhs, accumulate=None):
         numbers, order = self.dimension_numbers

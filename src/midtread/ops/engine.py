@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import choose, xla
+from midtread.kernels import xla
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.ops import witness
-from midtread.ops.contraction import Contraction, Dot, lay_over
+from midtread.ops.contraction import Contraction, lay_over
 from midtread.ops.untouched import is_running, untouched
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
@@ -214,9 +214,8 @@ def _parts(x: Operand) -> list[jax.Array]:
 
 def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
     """At least one side is float by the time of the sum."""
-    if isinstance(c, Dot) and c.out_sharding is None and accumulate is None:
-        labels = c.lhs, c.rhs, c.out
-        out = choose.weight_only(*labels, lhs, rhs, c.precision)
+    if c.out_sharding is None and accumulate is None:
+        out = c.weight_sum(lhs, rhs)
         if out is not None:
             return out
     common = result_dtype(lhs, rhs)
@@ -273,11 +272,11 @@ def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
 
 def _kernel_sum(c, lhs, rhs, tiles, accumulate, result) -> jax.Array | None:
     """The sum by a kernel that applies the scales, where there is one."""
-    if not isinstance(c, Dot) or c.out_sharding is not None or accumulate is not None:
+    if c.out_sharding is not None or accumulate is not None:
         return None
     if not is_wide(result) or np.dtype(result) == np.float64:
         return None
-    return choose.scaled((c.lhs, c.rhs, c.out), lhs, rhs, tiles, np.dtype(result))
+    return c.scaled_sum(lhs, rhs, tiles, np.dtype(result))
 
 
 def _named_parts(x: QArray) -> dict[str, jax.Array]:

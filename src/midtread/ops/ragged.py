@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import xla
+from midtread.kernels import choose, xla
 from midtread.ops.contraction import META, Contraction, dot, lay_over
 
 
@@ -58,6 +58,17 @@ class Ragged(Contraction):
         ends = jnp.cumsum(self.sizes)
         row = jnp.arange(self.num_rows, dtype=ends.dtype)
         return jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
+
+    @property
+    def _parts(self):
+        groups = self.rows, self.group, self.sizes
+        return (self.lhs, self.rhs, self.out), groups
+
+    def scaled_sum(self, lhs, rhs, tiles, dtype):
+        return choose.grouped(*self._parts, lhs, rhs, tiles, dtype)
+
+    def weight_sum(self, lhs, rhs):
+        return choose.grouped_weight(*self._parts, lhs, rhs)
 
     def run(self, lhs, rhs, accumulate=None):
         labels = self.lhs, self.rhs

@@ -6,6 +6,7 @@
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows
+    experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
 """
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.kernels.decode_gpu import Blocks as WeightBlocks
+from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
 from midtread.kernels.matmul_gpu import Blocks
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.stream_gpu import COLUMNS, TABLE_BYTES
@@ -51,6 +53,13 @@ def scaled_blocks(out_dtype, shape: tuple[int, int]) -> Blocks:
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3  # shared memory is 227 kB
     pair = blocks.pair and shape[0] % (2 * blocks.cta[0]) == 0
     return dataclasses.replace(blocks, stages=stages, pair=pair)
+
+
+def grouped_blocks(out_dtype, per_group: int, columns: int) -> Blocks:
+    """Of the grouped matmul, for so many rows in a group on average."""
+    blocks = scaled_blocks(out_dtype, (per_group, columns))
+    pair = table(device_kind())["scaled"].get("pair", False) and per_group >= 1024
+    return dataclasses.replace(blocks, pair=pair)
 
 
 def weight_blocks(
@@ -101,6 +110,23 @@ def stream_blocks(
     if stages < min(each, blocks.least):
         return None
     return dataclasses.replace(blocks, split=split, stages=stages)
+
+
+def expert_blocks(
+    fmt: Format, rows: float, shape: tuple[int, int], tile: int
+) -> ExpertBlocks | None:
+    """Of a few rows a group by weights of `shape` words; None if nothing fits."""
+    (num_k, num_b), best = shape, table(device_kind())["experts"]
+    blocks = ExpertBlocks(**best[str(dtype_bits(fmt.dtype))])
+    n, k, split = blocks.n, min(blocks.k, tile), blocks.split
+    while num_b % n and n > 16:
+        n //= 2
+    while num_k % (split * k) and split > 1:
+        split //= 2
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if num_b % n or num_k % (split * k) or tile % k or k < 16 or k & (k - 1):
+        return None
+    return dataclasses.replace(blocks, m=m, n=n, k=k, split=split)
 
 
 def fit(

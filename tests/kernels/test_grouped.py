@@ -1,0 +1,271 @@
+"""Kernels for rows in groups, and those that read codes in words, without a GPU: values in
+the interpreter, and all of them lowered for CUDA. On a GPU: tests/device/test_kernels.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.kernels import (
+    attention_gpu,
+    choose,
+    grouped_decode,
+    grouped_gpu,
+    ragged_gpu,
+    tuned,
+    words_gpu,
+)
+from midtread.kernels.matmul_gpu import Blocks
+from midtread.numerics.formats import as_format
+from tests.kernels.test_gpu import (
+    SHAPE,
+    error,
+    interpreted,
+    lower,
+    needs_interpreter,
+    random,
+    wide,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
+SIZES = [3, 62, 1, 164]  # two and three groups within 8 rows; 26 rows left over
+
+
+def ragged(x, w, sizes):
+    """Rows by their group's matrix; zeros beyond all groups."""
+    out, end = np.zeros((len(x), w.shape[2]), np.float32), 0
+    for matrix, size in zip(wide(w), sizes):
+        out[end : end + size] = wide(x)[end : end + size] @ matrix
+        end += size
+    return out
+
+
+def ragged_sums(x, g, sizes):
+    parts = np.split(np.arange(len(x)), np.cumsum(sizes))[:-1]
+    return np.stack([wide(x)[rows].T @ wide(g)[rows] for rows in parts])
+
+
+# --- codes by codes ---------------------------------------------------------------------------
+
+
+@needs_interpreter
+def test_rows_of_groups():
+    x = mt.quantize(random(1, 256, 144), "int8", channelwise_axes=[0])
+    w = mt.quantize(random(2, 4, 144, 136), "int8", channelwise_axes=[0, 2])
+    run = functools.partial(mt.ragged_dot, preferred_element_type=jnp.float32)
+    got = interpreted(run, x, w, jnp.array(SIZES))
+    want = ragged(mt.dequantize(x, jnp.float32), mt.dequantize(w, jnp.float32), SIZES)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    assert np.all(wide(got)[sum(SIZES) :] == 0)
+
+
+@needs_interpreter
+def test_training_through_groups():
+    """Forward and both gradients, fp8, per-channel scales, against the same by XLA."""
+    ops = mt.learn(mt.recipe("qwix_fp8_full"))
+    x, w, g = random(1, 256, 128), random(2, 4, 128, 128), random(3, 256, 128)
+    sizes = jnp.array([100, 0, 29, 127])
+
+    def step(x, w, g):
+        out, vjp = jax.vjp(lambda x, w: ops.ragged_dot(x, w, sizes), x, w)
+        return out, *vjp(g)
+
+    by_kernel, by_xla = interpreted(step, x, w, g), jax.jit(step)(x, w, g)
+    for got, want in zip(by_kernel, by_xla):
+        assert error(got, want) < 2e-2
+
+
+@needs_interpreter
+def test_a_neighbours_nan_stays_there():
+    x = random(1, 256, 128, dtype=jnp.float32).at[70].set(jnp.nan)
+    x = mt.quantize(x, "e4m3", channelwise_axes=[0])
+    w = mt.quantize(random(2, 2, 128, 128), "e4m3")
+    out = interpreted(mt.ragged_dot, x, w, jnp.array([100, 156]))
+    assert np.isnan(wide(out)[70]).all()
+    assert np.isfinite(np.delete(wide(out), 70, axis=0)).all()
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [0, 0], [256], [8, 248], [300, 5]])
+def test_row_blocks_cover_every_row_once(sizes):
+    groups = grouped_gpu.groups_of(jnp.array(sizes), 256)
+    *table, counts = np.asarray(grouped_gpu.row_blocks(groups, 256, 64)).T
+    assert counts[0] <= len(table)
+    seen = np.zeros(256, int)
+    for group, first, start, end in table[: counts[0]]:
+        assert first % 8 == 0 and group <= len(sizes)
+        rows = np.arange(max(first, start), min(first + 64, end))
+        assert len(rows)
+        seen[rows] += 1
+    assert np.all(seen == 1)
+
+
+def test_a_ragged_kernel_says_what_it_does_not_take():
+    x = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[0])
+    w = mt.quantize(random(2, 2, 128, 128), "int8")
+    groups = ragged_gpu.Groups("r", "g", jnp.array([1, 2]))
+    why = functools.partial(ragged_gpu.why_not_grouped, groups=groups, lhs=x)
+    labels = ("r", "k"), ("g", "k", "n"), ("r", "n")
+    assert why(labels, rhs=w) is None
+    assert "axes besides" in why((("r", "k"), ("g", "k", "n"), ("n", "r")), rhs=w)
+    assert "int8 by float8" in why(labels, rhs=mt.quantize(random(2, 2, 128, 128), "e4m3"))  # fmt: skip
+    small = mt.quantize(random(2, 2, 128, 64), "int8")
+    assert "smaller than a block" in why(labels, rhs=small)
+    many = groups._replace(sizes=jnp.zeros(8, jnp.int32))
+    assert "not one per group" in why(labels, groups=many, rhs=w)
+    eight = mt.quantize(random(2, 8, 128, 128), "int8")
+    assert "32 rows a group" in why(labels, groups=many, rhs=eight)
+    with choose.implementation("gpu"), pytest.raises(ValueError, match="not an NVIDIA"):
+        mt.ragged_dot(x, w, jnp.array([100, 156]))
+
+
+# --- a few rows of each group -----------------------------------------------------------------
+
+WEIGHTS = [("int8", None), ("e4m3", None), ("e5m2", None), ("int4", None), ("int4", 32)]
+
+
+@pytest.mark.parametrize(("name", "tile"), WEIGHTS)
+def test_few_rows_of_groups(name, tile):
+    tiles = {1: tile} if tile else {}
+    w = mt.quantize(random(1, 3, 128, 128), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
+    x, sizes = random(2, 40, 128), [17, 0, 20]
+    got = interpreted(mt.ragged_dot, x, w, jnp.array(sizes))
+    assert error(got, ragged(x, mt.dequantize(w, jnp.float32), sizes)) < 4e-3
+    assert np.all(wide(got)[37:] == 0)
+
+
+def test_few_rows_of_codes_and_gradient():
+    w = mt.quantize(random(1, 2, 128, 64), "int8", channelwise_axes=[0, 2])
+    x, sizes = random(2, 20, 128), jnp.array([9, 11])
+    codes = mt.quantize(x, "int8", channelwise_axes=[0])
+    matrix = mt.dequantize(w, jnp.float32)
+    want = ragged(mt.dequantize(codes, jnp.float32), matrix, [9, 11])
+    assert error(interpreted(mt.ragged_dot, codes, w, sizes), want) < 4e-3
+    c = random(3, 20, 64)
+    loss = lambda x: jnp.sum(c * mt.ragged_dot(x, w, sizes))
+    want = ragged(c, matrix.swapaxes(1, 2), [9, 11])
+    assert error(interpreted(jax.grad(loss), x), want) < 1e-2
+
+
+@pytest.mark.parametrize("name", words_gpu.FORMATS)
+def test_words_hold_every_code(name):
+    fmt = as_format(name)
+    bits = np.arange(2**16, dtype=np.uint16).view(np.int16)
+    planes = words_gpu.planes(jnp.asarray(bits), fmt, native=False)
+    codes = jax.lax.bitcast_convert_type(jnp.asarray(bits), fmt.dtype)
+    for p, got in enumerate(planes):
+        np.testing.assert_array_equal(wide(got), wide(codes[:, p]))
+    again = words_gpu.as_words(codes.reshape(-1), fmt)
+    np.testing.assert_array_equal(again, bits)
+
+
+def test_rows_fit_float16():
+    x = random(1, 4, 64, dtype=jnp.float32) * jnp.array([[1e30], [1e-30], [0], [1]])
+    x = x.astype(jnp.bfloat16)
+    small, size = words_gpu.fitted(x)
+    assert np.all(np.abs(wide(small)) < 1)
+    np.testing.assert_allclose(wide(small) * wide(size), wide(x), rtol=1e-3, atol=1e-36)
+
+
+# --- attention over a cache of codes ----------------------------------------------------------
+
+
+def cached(seed, name, axes, *shape):
+    x = random(seed, *shape, dtype=jnp.float32) * np.exp(random(seed, *shape[:2], 1, 1, dtype=jnp.float32))  # fmt: skip
+    return mt.quantize(x, name, channelwise_axes=axes)
+
+
+def attention(q, k, v, lengths, gain=1.0):
+    k, v = (wide(mt.dequantize(x, jnp.float32)) for x in (k, v))
+    q = wide(q).reshape(len(q), k.shape[2], -1, q.shape[-1])
+    logits = np.einsum("bkgh,bskh->bkgs", q, k) * gain * q.shape[-1] ** -0.5
+    inside = np.arange(k.shape[1]) < np.asarray(lengths)[:, None]
+    logits = jnp.where(inside[:, None, None], logits, -jnp.inf)
+    out = np.einsum("bkgs,bskh->bkgh", jax.nn.softmax(logits), v)
+    return out.reshape(len(q), 1, -1, v.shape[-1])
+
+
+@pytest.mark.parametrize(("name", "axes"), [("int8", (0, 1, 2)), ("e4m3", (0, 1))])
+def test_attention_over_a_cache(name, axes):
+    """Two programs for a context, and a sequence that ends in the first one's part."""
+    k, v = (cached(i, name, axes, 2, 150, 2, 32) for i in (1, 2))
+    q, lengths = random(3, 2, 1, 4, 32), jnp.array([150, 70])
+    run = lambda q, lengths: choose.attend(q, k, v, lengths, 1.5)
+    want = attention(q, k, v, lengths, 1.5)
+    assert error(interpreted(run, q, lengths), want) < 4e-3
+
+
+def test_attention_is_refused_by_name():
+    q = random(3, 2, 1, 4, 32)
+    why = attention_gpu.why_not
+    k = cached(1, "int8", (0, 1, 2), 2, 16, 2, 32)
+    assert why(q, k, k) is None
+    assert "2 tokens at once" in why(random(3, 2, 2, 4, 32), k, k)
+    four = cached(1, "int4", (0, 1, 2), 2, 16, 2, 32)
+    assert "int4 caches" in why(q, four, four)
+    shared = cached(1, "int8", (2,), 2, 16, 2, 32)
+    assert "not one per token" in why(q, shared, shared)
+    odd = cached(1, "int8", (0, 1, 2), 2, 16, 2, 48)
+    assert "heads of 48" in why(random(3, 2, 1, 4, 48), odd, odd)
+
+
+# --- lowering and partitioning ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
+def test_grouped_kernels_lower_for_cuda(out):
+    vector = lambda *shape: SHAPE(shape, jnp.float32)
+    sizes = SHAPE((8,), jnp.int32)
+    for dtype in (jnp.int8, jnp.float8_e5m2):
+        codes = lambda *shape, dtype=dtype: SHAPE(shape, dtype)
+        for per_group in (128, 2048):
+            rows = 8 * per_group
+            blocks = tuned.grouped_blocks(out, per_group, 512)
+            lower(
+                lambda *a, b=blocks: grouped_gpu.grouped_rows(*a, out, b),
+                codes(rows, 256), codes(8, 512, 256), vector(rows), vector(8, 512), sizes,
+            )  # fmt: skip
+        blocks = tuned.scaled_blocks(out, (512, 512))
+        lower(
+            lambda *a, b=blocks: grouped_gpu.grouped_sums(*a, out, b),
+            codes(512, 1024), codes(512, 1024), vector(512), vector(512), sizes,
+        )  # fmt: skip
+
+
+def test_kernels_that_read_words_lower_for_cuda():
+    for name in words_gpu.FORMATS:
+        fmt = as_format(name)
+        planes = words_gpu.num_planes(fmt)
+        blocks = tuned.expert_blocks(fmt, 16, (4096, 7168 // planes), 128)
+        run = functools.partial(grouped_decode.grouped_weight, fmt=fmt, blocks=blocks)
+        words = SHAPE((8, 4096, 7168 // planes), jnp.int16)
+        for tiles in (1, 32):
+            scale = SHAPE((planes, 8, tiles, 7168 // planes), jnp.float32)
+            sizes = SHAPE((8,), jnp.int32)
+            lower(run, SHAPE((128, 4096), jnp.bfloat16), words, scale, sizes)
+    for name in ("int8", "e4m3", None):
+        fmt = name and as_format(name)
+        dtype = fmt.dtype if fmt else jnp.bfloat16
+        part = SHAPE((2, 1000, 8, 128), dtype), fmt and SHAPE((2, 1000, 8), jnp.float32)
+        run = functools.partial(attention_gpu.decode_attention, fmt=fmt)
+        q = SHAPE((2, 8, 4, 128), jnp.bfloat16)
+        lower(run, q, part, part, SHAPE((2,), jnp.int32))
+
+
+def test_columns_of_experts_are_split_over_devices():
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    w = mt.quantize(random(1, 2, 128, 512), "int8", channelwise_axes=[0, 2])
+    x, sizes = random(2, 20, 128), jnp.array([9, 11])
+    spec = jax.sharding.PartitionSpec(None, None, "x")
+    placed = jax.device_put(w, w.shardings(jax.NamedSharding(mesh, spec)))
+    out = interpreted(mt.ragged_dot, x, placed, sizes)
+    assert error(out, mt.ragged_dot(x, w, sizes)) < 4e-3
+    assert out.sharding.spec[1] == "x"
+
+
+def test_paired_programs_are_for_long_groups():
+    assert tuned.grouped_blocks(jnp.bfloat16, 4096, 7168).pair
+    assert not tuned.grouped_blocks(jnp.bfloat16, 512, 7168).pair
+    assert tuned.grouped_blocks(jnp.bfloat16, 64, 7168) == Blocks(64, 128)
