@@ -65,6 +65,7 @@ WRONG = {
     "tokenizer": (["tokenizer_type=huggingface"], "tokenizer_path"),
     "a file for bytes": (["tokenizer_path=x.json"], "means nothing with tokenizer_type=byte"),
     "a path to nowhere": (["dataset_path=x"], "dataset_type=corpus: it is for text"),
+    "a bucket": (["base_output_directory=gs://mine"], "mount the bucket"),
     "a key alone": (["tiny", "steps"], "write steps=<value>"),
     "sparsity": (["weight_sparsity_n=2"], "weight_sparsity_m"),
     "interpolation": (["run_name=${nothing}"], "nothing"),

@@ -43,6 +43,9 @@ class Run:
     enable_tensorboard: bool = key(False, "also write TensorBoard event files")
 
 
+# keys that are paths of this machine
+LOCAL = ("base_output_directory", "load_parameters_path", "save_quantized_params_path",
+         "tokenizer_path", "quant_cfg_path")  # fmt: skip
 # keys that only some kinds of data look at
 READS = {
     "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),
@@ -325,6 +328,13 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
 
     def _check_data(self):
         """Refuses what the kind of data or tokenizer would not look at."""
+        for name in LOCAL:
+            given = getattr(self, name)
+            require(
+                "://" not in given,
+                f"{name}={given} is not a path of this machine: mount the bucket, and "
+                "give the path it has here.",
+            )
         path, kind = self.tokenizer_path, self.tokenizer_type
         require(path or kind == "byte", f"tokenizer_type={kind} needs tokenizer_path.")
         require(
