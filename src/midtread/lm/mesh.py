@@ -100,7 +100,7 @@ def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) ->
         cut = free.get(axis, 1) if axis else 1
         fits = cut > 1 and extent % cut == 0
         made.append(axis if fits else None)
-        if fits or extent == 1:  # a scale lies as the array it belongs to
+        if axis and (fits or extent == 1):  # a scale lies as the array it belongs to
             free.pop(axis, None)
     return P(*made)
 
