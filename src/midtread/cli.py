@@ -134,7 +134,11 @@ def _bench(words: Sequence[str]) -> None:
     from midtread.report.terminal import Terminal
 
     timed = bench.bench(settings.load(words))
-    Terminal().table(*bench.COLUMNS, rows=bench.rows(timed))
+    terminal = Terminal()
+    terminal.table(*bench.COLUMNS, rows=bench.rows(timed))
+    for x in timed:
+        if x.gathered:
+            terminal.say(f"{x.name}\n{x.gathered}")
 
 
 def _explain(words: Sequence[str]) -> None:
@@ -148,11 +152,12 @@ def _explain(words: Sequence[str]) -> None:
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
     if config.mesh:
-        from midtread.lm import memory, mesh
+        from midtread.lm import memory, mesh, roofline
 
         on = mesh.sizes(config.mesh)
         mesh.check(config, on)
         print(memory.describe(config, on))
+        print(roofline.describe(config, on))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

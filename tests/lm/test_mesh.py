@@ -103,7 +103,7 @@ def test_the_loss_with_experts_is_that_of_one_device(way, grid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["bf16", "fp8_full"])
+@pytest.mark.parametrize("way", ["bf16", "int8", "fp8_full"])
 @pytest.mark.parametrize("grid", ["expert:4,data:2", "expert:2,fsdp:2,tensor:2"])
 @pytest.mark.parametrize("how, tolerance", [("ring", TOLERANCE), ("ring_fp8", 1e-2)])
 def test_tokens_sent_by_hand_give_the_same_loss(way, grid, how, tolerance):
@@ -222,6 +222,9 @@ REFUSED = {
     "batch_split_factor=2 quantization=int8": "batch_split_factor=2",
     "expert_dispatch=ring mesh=data:8": "expert_dispatch=ring with mesh=data:8",
     "expert_dispatch=ring quantization=int8": "expert_dispatch=ring with quantization=int8",
+    "expert_dispatch=ring quantization=fp8_gpu": "expert_dispatch=ring with quantization=fp8_gpu",
+    "expert_dispatch=ring quantization=te_mxfp8": "use_qwix_quantization=true",
+    "expert_dispatch=ring quant=[{'weight_qtype':'int8'}]": "expert_dispatch=ring with",
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The DeepSeek-V3 FP8 recipe: what it quantizes, what it sends, and what it computes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from midtread.lm import build, model, quantization, ranges, settings
+from midtread.lm import build, model, quantization, ranges, settings, transfers
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.train import train
 from midtread.model import prove
@@ -169,6 +171,15 @@ def test_weights_are_gathered_in_bytes():
     shapes = set(weights(run).values())
     assert not [c for c in sent if c.dtype != "u8" and c.dims in shapes]
     assert run.losses[1] < run.losses[0]
+    found = transfers.weights(run.config, run.layout.sizes, run.compiled.as_text())
+    inside = [g for g in found if "layers/" in g.weight]
+    assert len(inside) == len(weights(run)) and all(g.is_coded for g in inside)
+    assert all(g.nbytes == math.prod(g.shape) for g in inside)  # of one layer
+    (wide,) = [g for g in found if not g.is_coded]  # by name, with its bytes
+    assert wide.weight == "token_embedder/embedding"
+    assert wide.sent == ("f32",) and wide.nbytes == 4 * wide.times * 264 * 32
+    table = transfers.describe(found)
+    assert f"{len(inside)} quantized weights" in table and wide.weight in table
 
 
 # --- static ranges ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from midtread.lm import build, data, step
+from midtread.lm import build, data, step, transfers
 from midtread.lm import model as models
 from midtread.lm.config import (
     READS,
@@ -32,6 +32,7 @@ class Timed(NamedTuple):
     tokens_per_second: float
     compile_seconds: float
     peak_bytes: int
+    gathered: str = ""  # a table of all-gathers of weights, on a mesh that cuts them
 
 
 def in_float(config: Config) -> Config:
@@ -68,7 +69,11 @@ def measure(config: Config, name: str) -> Timed:
         times.append(time.perf_counter() - started)
     median = sorted(times[1:])[STEPS // 2]
     tokens = batch["inputs"].size
-    return Timed(name, median, tokens / median, compile_seconds, peak)
+    table = ""
+    if layout and layout.sizes["fsdp"] > 1:
+        found = transfers.weights(config, layout.sizes, compiled.as_text())
+        table = transfers.describe(found)
+    return Timed(name, median, tokens / median, compile_seconds, peak, table)
 
 
 def bench(config: Config) -> list[Timed]:

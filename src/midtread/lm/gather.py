@@ -128,9 +128,10 @@ def travels_as_codes(layout: Layout, path: tuple, names: Any, shape: tuple) -> b
     return "fsdp" in meshes.spec(layout.sizes, names, shape)
 
 
-def with_weights(run, inside: str = "layers"):
+def with_weights(run, name: str, inside: str = "layers"):
     """`run(module, ...)` with the module's weights gathered first, where they are to
-    travel as codes. What the module keeps besides weights is written back."""
+    travel as codes, in scopes that begin with `name`. What the module keeps besides
+    weights is written back."""
 
     @functools.wraps(run)
     def near(module: nnx.Module, *args: Any) -> Any:
@@ -138,7 +139,8 @@ def with_weights(run, inside: str = "layers"):
         if layout is None or layout.codes is None or inside in layout.wide:
             return run(module, *args)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
-        copy = nnx.merge(graph, *_gathered(layout, params, rest))
+        with jax.named_scope(name):
+            copy = nnx.merge(graph, *_gathered(layout, params, rest))
         out = run(copy, *args)
         nnx.update(module, nnx.state(copy, nnx.Not(nnx.Param)))
         return out
@@ -155,7 +157,8 @@ def _gathered(layout: Layout, params: nnx.State, rest: nnx.State):
             continue
         beside = (*path[:-1], f"{path[-1]}{SUFFIX}")
         held = read(others[beside]) if beside in others else {}
-        w, noted = gather(layout, names, layout.dtype, w, held.get("absmax"))
+        with jax.named_scope("/".join(map(str, path))):  # what mt.prove calls it
+            w, noted = gather(layout, names, layout.dtype, w, held.get("absmax"))
         weights[path] = var.replace(w)
         if held:
             others[beside] = others[beside].replace({**held, "absmax": noted})

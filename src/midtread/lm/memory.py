@@ -49,7 +49,7 @@ def model(config: Config, on: Mapping[str, int]) -> Bytes:
     held = largest = gathered = 0
     again = 2 if config.remat_policy == "full" else 1  # in the backward too
     for path, var in weights_of(config):
-        w = _Weight(config, on, path, var)
+        w = Weight(config, on, path, var)
         held += w.here * w.itemsize
         gathered += w.arriving * w.layers * again
         largest += w.arriving
@@ -62,12 +62,12 @@ def weights_of(config: Config) -> list[tuple[tuple, Any]]:
     return list(nnx.to_flat_state(state))
 
 
-class _Weight:
+class Weight:
     """One weight on a mesh: elements here, and bytes that arrive when it is gathered."""
 
     def __init__(self, config: Config, on: Mapping[str, int], path: tuple, var: Any):
         names, shape = var.get_metadata().get("out_sharding"), var.shape
-        cut = meshes.spec(on, names, shape)
+        self.cut = cut = meshes.spec(on, names, shape)
         self.here = meshes.shard_size(on, cut, shape)
         self.itemsize = jnp.dtype(var.dtype).itemsize
         self.layers = shape[0] if names and names[0] == "layers" else 1

@@ -32,12 +32,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from midtread.lm import ranges
+from midtread.lm import quantization, ranges
 from midtread.lm.config import Config, Model, require, section
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
+from midtread.providers.qt import QtProvider
 
 AXES = ("data", "fsdp", "tensor", "expert")
 BATCH = ("data", "fsdp", "expert")  # rows of a batch are spread over these
@@ -341,9 +342,10 @@ def check_recipe(config: Config) -> None:
     if config.expert_dispatch != "xla":
         how = f"expert_dispatch={config.expert_dispatch}"
         require(
-            config.quantization in ("", "fp8_full"),
-            f"{how} with {what}: tokens are sent by hand for quantization=fp8_full, or "
-            "none. Write expert_dispatch=xla.",
+            _keeps_nothing(config),
+            f"{how} with {what}: by hand each device has its own experts, which is for the "
+            "values of Qwix's route that find ranges in the data, and for float. Write "
+            "use_qwix_quantization=true, or expert_dispatch=xla.",
         )
         require(
             sizes(config.mesh, jax.device_count())["expert"] > 1,
@@ -361,6 +363,14 @@ def check_recipe(config: Config) -> None:
             f"batch_split_factor={config.batch_split_factor} with {what}: the schedule is "
             "for quantization=fp8_full, or none.",
         )
+
+
+def _keeps_nothing(config: Config) -> bool:
+    """Float, or quantized without state or noise that devices would have to share."""
+    value = None if config.quant else quantization.value_of(config)
+    if value is None:
+        return not config.quant
+    return value.route == "qwix" and value.provider is QtProvider
 
 
 def check_model(config: Config, on: Mapping[str, int]) -> None:

@@ -312,32 +312,34 @@ class Decoder(nnx.Module):
         for name, _ in self.kinds:
             cache = None if caches is None else caches[name]
             run = self._scan if self.scanned else self._loop
-            x, more, written[name] = run(getattr(self, name), x, place, cache)
+            x, more, written[name] = run(name, x, place, cache)
             balance += more
         return x, balance, None if caches is None else written
 
-    def _one(self):
-        one = with_weights(lambda layer, x, place, cache: layer(x, place, cache))
+    def _one(self, name):
+        one = with_weights(lambda layer, x, place, cache: layer(x, place, cache), name)
         if self.remat == "none":
             return one
         return nnx.remat(one, policy=POLICIES[self.remat])
 
-    def _loop(self, layers, x, place, caches):
+    def _loop(self, name, x, place, caches):
         balance, written = jnp.zeros(()), []
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(getattr(self, name)):
             cache = (
                 None if caches is None else jax.tree.map(lambda a, i=i: a[i], caches)
             )
-            x, more, cache = self._one()(layer, x, place, cache)
+            x, more, cache = self._one(f"{name}/{i}")(layer, x, place, cache)
             balance, written = balance + more, [*written, cache]
         if caches is not None:
             written = jax.tree.map(lambda *a: jnp.stack(a), *written)
         return x, balance, written
 
-    def _scan(self, layers, x, place, caches):
+    def _scan(self, name, x, place, caches):
+        layers = getattr(self, name)
+
         def body(carry, layer, cache, place):
             x, balance = carry
-            x, more, cache = self._one()(layer, x, place, cache)
+            x, more, cache = self._one(name)(layer, x, place, cache)
             return (x, balance + more), cache
 
         # random streams are stacked like weights, or run on from layer to layer
@@ -367,7 +369,8 @@ class MtpBlock(nnx.Module):
     def __call__(self, hidden: jax.Array, embedded: jax.Array, place: Place):
         both = [self.hidden_norm(hidden), self.embedding_norm(embedded)]
         x = self.projection(jnp.concatenate(both, -1))
-        run = with_weights(lambda layer, x: layer(x, place, None), "mtp_block")
+        one = lambda layer, x: layer(x, place, None)
+        run = with_weights(one, "mtp_block/transformer_layer", "mtp_block")
         x, balance, _ = run(self.transformer_layer, x)
         return x, balance
 

@@ -1,0 +1,157 @@
+"""Roofline: how long a training step takes at the least, from shapes alone.
+
+    arithmetic   FLOPs of every matmul, forward and both gradients, over the device's peak
+                 in the format it is multiplied in; nothing else is counted
+    transfers    bytes that arrive at a device, over the bandwidth of its links
+
+A step takes the larger of the two if all transfers hide behind arithmetic, and their sum if
+none does. It will take longer: no matmul reaches the peak (80% on an H200, 8192^3), and
+softmax, norms, quantizing and the optimizer take their time. What it is for is to see what
+binds, and what a format or a mesh changes.
+
+Assumed: an even load on experts and devices; every link used in full, NVLink within a host of
+eight devices, the network beyond; of a mesh, the axis that changes fastest lies within a
+host. Formats that the device does not multiply (4 bits on Hopper) count as bfloat16.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from midtread.lm import build, memory
+from midtread.lm import mesh as meshes
+from midtread.lm.config import Config
+from midtread.model.coverage import Row, table
+
+
+class Device(NamedTuple):
+    """Peaks by the makers' data sheets, dense: FLOP/s and bytes/s in one direction."""
+
+    name: str
+    flops: dict[str, float]  # by dtype
+    inside: float  # links within a host
+    outside: float  # a device's share of the network
+
+    def peak(self, formats: tuple[str, ...]) -> float:
+        """Of a matmul of these formats: that of the wider operand."""
+        return min(self.flops.get(f.split("/")[0], self.flops["bf16"]) for f in formats)
+
+
+_8_BITS = ("e4m3", "e5m2", "int8")
+HOST = 8  # devices
+
+
+def _device(name, bf16, low, f32, inside, outside) -> Device:
+    flops = {"bf16": bf16, "f16": bf16, "f32": f32, **dict.fromkeys(_8_BITS, low)}
+    return Device(name, flops, inside, outside)
+
+
+DEVICES = [
+    #        name            bf16     8 bits   f32     NVLink   network
+    _device("NVIDIA H200",  989e12,  1979e12,  67e12,  450e9,   50e9),
+    _device("NVIDIA H100",  989e12,  1979e12,  67e12,  450e9,   50e9),
+]  # fmt: skip
+
+
+class Bound(NamedTuple):
+    """Seconds of a step on one device, at the least."""
+
+    device: Device
+    arithmetic: dict[str, float]  # by formats, "e4m3 x e4m3"
+    transfers: dict[str, float]  # by what is sent
+
+    @property
+    def hidden(self) -> float:
+        return max(sum(self.arithmetic.values()), sum(self.transfers.values()))
+
+    @property
+    def in_turn(self) -> float:
+        return sum(self.arithmetic.values()) + sum(self.transfers.values())
+
+
+def bound(config: Config, on: Mapping[str, int]) -> Bound:
+    """The least time of a step of `config` on a mesh of these sizes."""
+    here = jax.devices()[0].device_kind
+    device = next((d for d in DEVICES if here.startswith(d.name)), DEVICES[0])
+    return Bound(device, arithmetic(config, on, device), transfers(config, on, device))
+
+
+def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
+    ways, found = math.prod(on.values()), {}
+    again = (
+        2 if config.remat_policy == "full" else 1
+    )  # the forward, in the backward too
+    for row in build.coverage(config).rows:
+        if not row.flops:
+            continue
+        for formats, times in _matmuls(row, again):
+            name = " x ".join(formats)
+            seconds = times * row.flops / ways / device.peak(formats)
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _matmuls(row: Row, again: int) -> list[tuple[tuple[str, str], int]]:
+    """Formats of the three matmuls of a step, and how often each runs."""
+    wide = ("bf16", "bf16")
+    return [(row.fwd or wide, again), (row.dlhs or wide, 1), (row.drhs or wide, 1)]
+
+
+def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
+    """Seconds by what is sent; bytes that arrive at a device."""
+    wide = jnp.dtype(config.dtype).itemsize
+    weights = [memory.Weight(config, on, *x) for x in memory.weights_of(config)]
+    whole = sum(w.here * on["fsdp"] * wide for w in weights if w.arriving)
+    shared = sum(w.here * w.itemsize for w in weights if "expert" not in w.cut)
+    held = memory.model(config, on)
+    rest = lambda axis: (on[axis] - 1) / on[axis]  # of a gather, what is not here yet
+    ways = math.prod(on[a] for a in meshes.BATCH)
+    stream = (
+        config.batch_size * config.max_target_length // ways * config.emb_dim * wide
+    )
+    layers = config.num_decoder_layers
+    sparse = (layers - config.first_num_dense_layers) * (config.num_experts > 1)
+    token = (1 if config.expert_dispatch == "ring_fp8" else wide) / wide
+    sent = {
+        # name: (mesh axis, bytes)
+        "weights": ("fsdp", held.gathered * rest("fsdp")),
+        "gradients of weights": ("fsdp", whole * rest("fsdp")),
+        "gradients, over data": ("data", 2 * held.parameters * rest("data")),
+        "gradients, over expert": ("expert", 2 * shared * rest("expert")),
+        # a sum after attention and after the MLP, in both directions
+        "activations, over tensor": ("tensor", 8 * layers * stream * rest("tensor")),
+        # tokens go to the experts and sums come back; the same for gradients
+        "tokens to experts": (
+            "expert",
+            sparse * stream * (on["expert"] - 1) * (token + 3),
+        ),
+    }
+    return {
+        name: nbytes / _link(device, on, axis)
+        for name, (axis, nbytes) in sent.items()
+        if nbytes
+    }
+
+
+def _link(device: Device, on: Mapping[str, int], axis: str) -> float:
+    """Devices are numbered along the last mesh axis first: neighbours share a host."""
+    order = meshes.AXES
+    span = math.prod(on[a] for a in order[order.index(axis) :])
+    return device.inside if span <= HOST else device.outside
+
+
+def describe(config: Config, on: Mapping[str, int]) -> str:
+    """A table, for `midtread explain`."""
+    found = bound(config, on)
+    rows = [["a step takes at least", "seconds"]]
+    time = lambda s: f"{s:.3g} s" if s >= 1 else f"{1000 * s:.3g} ms"
+    for what, parts in (("multiply", found.arithmetic), ("send", found.transfers)):
+        rows += [[f"{what} {name}", time(s)] for name, s in parts.items()]
+    rows += [["all transfers hidden", time(found.hidden)],
+             ["none hidden", time(found.in_turn)]]  # fmt: skip
+    d = found.device
+    links = f"{d.inside / 1e9:g} GB/s within {HOST} devices, {d.outside / 1e9:g} GB/s beyond"
+    return f"{table(rows, {1})}\nat the peaks of {d.name}, links of {links}"
