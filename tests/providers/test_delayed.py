@@ -73,7 +73,6 @@ def test_new_state_is_the_gradient_of_the_old(key):
 WHAT_A_HISTORY_HOLDS = {
     "absmax,0.5": lambda x: 0.5 * amax(x),
     "rms,3": lambda x: 3 * np.sqrt(np.mean(np.square(x))),
-    "percentile,100": amax,
 }
 
 
