@@ -345,6 +345,8 @@ def check(case, ours, run_ours, run_theirs, exact):
         return
     with peer.manners():
         theirs = run_theirs(*map(as_qwix, ours))
+    if case.dtype == F16 and not np.isfinite(theirs).all():
+        return  # its float16 sums of codes overflowed: held against float64 alone
     row = {F32: "f32_sum", BF16: "bf16_epilogue", F16: "f16_epilogue"}[case.dtype]
     assert_values(out, theirs, row, case)
     if case.dtype != F32:

@@ -141,7 +141,9 @@ def row_of(case) -> str:
     if case.dtype != F32:
         return "bf16_training"
     inexact = any(how.startswith(("rms", "fixed")) for how in case.methods)
-    return "ties" if inexact or case.drhs_tile == 1 else "f32_sum"
+    if not inexact and case.drhs_tile != 1:
+        return "f32_sum"
+    return "ties_4_bits" if "int4" in case.formats else "ties"
 
 
 def step(run, lhs, rhs, g_format=None):
@@ -156,7 +158,17 @@ def compare(case, ours, theirs, lhs, rhs, row=None):
     with peer.manners():
         yours = step(theirs, lhs, rhs, case.formats[2])
     for name, a, b in zip(("out", "dlhs", "drhs"), mine, yours):
+        if name != "out" and case.masked and case.dtype == BF16:
+            a, b = without_edges(a, b, f"{name} of {case}")
         assert_values(a, b, row or row_of(case), f"{name} of {case}")
+
+
+def without_edges(ours, theirs, context):
+    """Both with 0 where only one of them is masked: Qwix's range has 8 bits, so a few
+    elements lie between its edge and ours, and the whole gradient of one is the error."""
+    only_one = np.asarray((ours == 0) != (theirs == 0))
+    assert only_one.mean() <= 0.01, f"{context}: {only_one.sum()} masked by one alone"
+    return (jnp.where(only_one, 0, x) for x in (ours, theirs))
 
 
 def one_scale(case) -> bool:

@@ -35,6 +35,7 @@ ROWS = {
     "bf16_training": Row(2**-3,  0.0, 0, "both of the above, through codes that already differ at ties"),
     "reciprocal":    Row(3e-7,  2e-3, 1, "we multiply by reciprocals, as XLA does under jit; the peer divides: an ulp, and codes at ties"),
     "ties":          Row(2**-4,  0.0, 0, "a code of each operand that fell to the other side of a tie, seen through a matmul"),
+    "ties_4_bits":   Row(2**-3,  0.0, 0, "the same with codes of 4 bits, whose steps are larger"),
     "minus_128":     Row(None,  0.02, 1, "AQT clips to +-127, we keep -128 for exactly -absmax (as Qwix does): one code per group"),
     "aqt_bf16":      Row(2**-6,  0.0, 0, "AQT takes scales, reciprocals and the epilogue in bfloat16"),
     "chance":        Row(0.05,   1.0, 0, "means over stochastic roundings of different generators"),
