@@ -26,6 +26,7 @@ from midtread.lm.config import Config
 FORMATS = {
     "bf16": ({}, None),
     "int8": ({"quantization": "int8", "use_qwix_quantization": True}, 0.005),
+    "int8-aqt": ({"quantization": "int8"}, 0.005),  # gradients rounded stochastically
     "fp8": ({"quantization": "fp8_full"}, 0.005),
     "nvfp4": ({"quantization": "te_nvfp4"}, 0.02),
     "mxfp4": ({"mxfp4": True}, 0.02),
