@@ -99,6 +99,14 @@ def time_to(target: float, run: dict) -> float | None:
     return next((s for _, s, loss in run["judged"] if loss <= target), None)
 
 
+def _times(books: list[dict], pick) -> str:
+    """Seconds to target of a run of each seed."""
+    found = [
+        time_to(NEAR * b["runs"]["bf16"]["eval_loss"], pick(b["runs"])) for b in books
+    ]
+    return ", ".join("-" if t is None else f"{t:.1f}" for t in found)
+
+
 def table(books: list[dict]) -> str:
     what = books[0]["what"]
     count = {"bf16": what["steps"], "scratch": what["steps"]}
@@ -115,8 +123,9 @@ def table(books: list[dict]) -> str:
         gap = mean(name) / mean("bf16") - 1
         verdict = "" if name == "bf16" else " ok" if gap <= LIMIT else " MISSED"
         each = ", ".join(f"{s[name]['eval_loss']:.4f}" for s in seeds)
-        reached = [time_to(NEAR * s["bf16"]["eval_loss"], s[name]) for s in seeds]
-        when = ", ".join("-" if t is None else f"{t:.1f}" for t in reached)
+        when = _times(books, lambda runs, name=name: whole(runs)[name])
+        if name == "resumed":
+            when += f" (bf16 from there: {_times(books, lambda runs: runs['bf16'])})"
         speed = statistics.median(s[name]["ms_per_step"] for s in seeds)
         wait = statistics.median(s[name]["compile_seconds"] for s in seeds)
         lines.append(
@@ -147,8 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     sizes = {**MODEL, "steps": args.steps, **loop.read_words(args.keys)}
     plain, low = Config(**sizes), Config(**sizes, **RECIPE)
-    if args.pretrain % loop.at_once(plain):
-        raise SystemExit(f"--pretrain: a multiple of {loop.at_once(plain)}.")
+    if args.pretrain % loop.at_once(plain.steps):
+        raise SystemExit(f"--pretrain: a multiple of {loop.at_once(plain.steps)}.")
     splits = data.splits(plain)
     studies = [Study(args, sizes, int(s), splits) for s in args.seeds.split(",")]
     studies = [s for s in studies if {"pretrain", "bf16", *GAPS} - set(s.book.runs)]

@@ -134,13 +134,13 @@ def _begin(pool, config: Config, splits: data.Splits) -> Callable[[], Trainer]:
     return lambda: Trainer(config, parts, *coming.result(), splits, judged_by)
 
 
-def at_once(config: Config) -> int:
-    return math.gcd(AT_ONCE, config.steps)
+def at_once(steps: int) -> int:
+    return math.gcd(AT_ONCE, steps)
 
 
 def _batches(rows: data.Rows, config: Config, seed: int, first: int) -> dict:
     """Those of a call that begins with step `first`, in the order of a seed."""
-    count, size = at_once(config), config.batch_size
+    count, size = at_once(config.steps), config.batch_size
     order = np.random.default_rng(seed).permutation(len(rows))
     chosen = order[np.arange(first * size, (first + count) * size) % len(order)]
     flat = data.stack([rows[r] for r in chosen])
@@ -155,7 +155,7 @@ def train(
     The record has the loss of each step, and (step, seconds of training, held-out loss).
     """
     first, losses, judged, seconds = int(state.step), [], [], 0.0
-    for begin in range(first, stop, at_once(by.config)):
+    for begin in range(first, stop, at_once(by.config.steps)):
         batches = jax.block_until_ready(
             _batches(by.splits.train, by.config, seed, begin)
         )
@@ -163,7 +163,7 @@ def train(
         state, metrics = by.run(state, by.parts.random, batches)
         losses += np.asarray(metrics["loss"]).tolist()
         seconds += time.perf_counter() - started
-        done = begin + at_once(by.config)
+        done = begin + at_once(by.config.steps)
         if done == stop or done % every == 0:
             judged.append((done, seconds, by.judge(state)))
             say(f"{name}, seed {seed}: step {done} of {stop}, loss {losses[-1]:.4f}, "
@@ -187,18 +187,21 @@ def say(text: str) -> None:
 
 
 def draw(curves: Mapping[str, Sequence[dict]], path: pathlib.Path) -> None:
-    """Loss curves, each the mean of its runs, if matplotlib is there."""
+    """Loss curves, each the mean of its runs and of ten steps, if matplotlib is there."""
     mean = lambda values: sum(values) / len(values)
     lines = {}
     for name, runs in curves.items():
-        first, count = runs[0]["first"], len(runs[0]["losses"])
-        made = [
-            {"step": first + i, "loss": mean([r["losses"][i] for r in runs])}
-            for i in range(count)
-        ]
+        first, every = runs[0]["first"], min(10, at_once(len(runs[0]["losses"])))
+        loss = lambda i, runs=runs, n=every: mean(
+            [mean(r["losses"][i - n : i]) for r in runs]
+        )
+        made = {
+            first + i: {"step": first + i - 1, "loss": loss(i)}
+            for i in range(every, len(runs[0]["losses"]) + 1, every)
+        }
         for i, (at, _, _) in enumerate(runs[0]["judged"]):
-            made[at - first - 1]["eval_loss"] = mean([r["judged"][i][2] for r in runs])
-        lines[name] = made
+            made[at]["eval_loss"] = mean([r["judged"][i][2] for r in runs])
+        lines[name] = list(made.values())
     try:
         from midtread.report import plot
 
