@@ -107,4 +107,5 @@ def need(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"{what} needs the package {module}: install it.") from None
+        package = module.split(".")[0].replace("_", "-")
+        raise UsageError(f"{what} needs {package}: pip install {package}.") from None
