@@ -17,6 +17,7 @@ from midtread.kernels import (
     ragged_gpu,
     tuned,
     words_gpu,
+    xla,
 )
 from midtread.kernels.matmul_gpu import Blocks
 from midtread.numerics.formats import as_format
@@ -26,7 +27,9 @@ from tests.kernels.test_gpu import (
     interpreted,
     lower,
     needs_interpreter,
+    over_four,
     random,
+    uses_kernel,
     wide,
 )
 
@@ -263,6 +266,43 @@ def test_columns_of_experts_are_split_over_devices():
     out = interpreted(mt.ragged_dot, x, placed, sizes)
     assert error(out, mt.ragged_dot(x, w, sizes)) < 4e-3
     assert out.sharding.spec[1] == "x"
+
+
+def test_inside_shard_map_with_its_checks(monkeypatch):
+    """Traced and no more: the interpreter does not know which axes vary."""
+    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    spec = jax.sharding.PartitionSpec
+    ops, sizes = mt.learn(mt.recipe("qwix_fp8_full")), jnp.full((4, 2), 128)
+    loss = lambda x, w, s: jnp.sum(ops.ragged_dot(x, w, s[0]))
+    x, w = random(1, 1024, 256), random(2, 2, 256, 256)
+    specs = spec("x"), spec(), spec("x")
+    assert uses_kernel(over_four(jax.grad(loss), *specs), x, w, sizes)
+    k = cached(1, "int8", (0, 1, 2), 4, 64, 2, 32)
+    attend = lambda q, k, lengths: choose.attend(q, k, k, lengths)
+    args = random(3, 4, 1, 4, 32), k, jnp.full(4, 60)
+    assert uses_kernel(over_four(attend, spec("x"), spec("x"), spec("x")), *args)
+
+
+def test_attention_under_vmap_and_grad():
+    k, v = (cached(i, "int8", (0, 1, 2), 1, 40, 1, 32) for i in (1, 2))
+    q, c, lengths = (
+        random(3, 2, 1, 1, 2, 32),
+        random(4, 2, 1, 1, 2, 32),
+        jnp.array([33]),
+    )
+    attend = lambda q: choose.attend(q.astype(jnp.float32), k, v, lengths)
+    loss = lambda q: jnp.sum(c.astype(jnp.float32) * jax.vmap(attend)(q))
+    rows = jnp.concatenate([mt.dequantize(x, jnp.float32) for x in (k, v)])
+
+    def plain(q):
+        logits = jnp.einsum("vbtgh,bskh->vgs", q.astype(jnp.float32), rows[:1, :33])
+        weights = jax.nn.softmax(logits * 32**-0.5)
+        out = jnp.einsum("vgs,bskh->vgh", weights, rows[1:, :33])
+        return jnp.sum(c[:, 0, 0].astype(jnp.float32) * out)
+
+    want = jax.grad(plain)(q)
+    assert error(interpreted(jax.grad(loss), q), want) < 1e-2
 
 
 def test_paired_programs_are_for_long_groups():

@@ -195,6 +195,8 @@ ENTRY %main (a: f8e4m3fn[64,128], b: f8e4m3fn[32,128], c: s8[64,128], d: s8[128,
   %ragged = s32[64,32]{1,0} ragged-dot(%c, %stack, %groups), lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}, metadata={op_name="jit(step)/experts/ragged_dot"}
   %scales = f32[64,1]{1,0} parameter(8)
   %quantized = (s8[64,128]{1,0}, s8[128,64]{1,0}) custom-call(%up, %scales), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_kernel"}
+  %words = s16[4,128,16]{2,1,0} bitcast-convert(%stack)
+  %few = f32[64,32]{1,0} custom-call(%up, %words), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/experts_kernel"}
   %start = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%ours), dimensions={0}, metadata={op_name="jit(step)/gather"}
   ROOT %done = bf16[64,32]{1,0} all-gather-done(%start)
 }
@@ -212,11 +214,13 @@ def test_gpu_programs_are_read():
         "odd": ("gemm", "widened"),
         "experts": ("ragged-dot", "low"),
         "w4_kernel": ("kernel", "kernel"),
+        "experts_kernel": ("kernel", "kernel"),
     }
     matmul = 2 * 64 * 128 * 32
     flops = {e.name.split("/")[1]: e.flops for e in found.contractions}
     assert [flops[k] for k in ("fp8", "int8", "odd", "experts")] == [matmul] * 4
     assert flops["w4_kernel"] == 2 * math.isqrt(64 * 128 * 128 * 16 * 64 * 32)
+    assert flops["experts_kernel"] == flops["w4_kernel"]  # a row meets one expert
     (gather,) = found.collectives
     assert gather.is_wide and gather.dims == (64, 32)
 

@@ -75,8 +75,9 @@ class Executed:
     @functools.cached_property
     def verdict(self) -> str:
         low = lambda pair: pair is not None and all(map(is_low, pair))
-        if self.kind == "kernel":
-            return "kernel" if any(map(is_low, self.ran)) else "wide"
+        if self.kind == "kernel":  # which may read codes in words of 16 bits
+            reads_codes = any(is_low(dtype) or dtype == "s16" for dtype in self.ran)
+            return "kernel" if reads_codes else "wide"
         if low(self.ran):
             return "low"
         if low(self.asked):
@@ -369,7 +370,10 @@ def _flops(ins: hlo.Instruction, kind: str, lhs: hlo.Shape, rhs: hlo.Shape) -> i
         if found:
             axes = [int(a) for a in re.findall(r"\d+", found.group(1))]
             return hlo.flops_of_dot(ins, lhs, axes)
-    return 2 * math.isqrt(lhs.size * rhs.size * ins.shape.size)
+    shapes = lhs, rhs, ins.shape
+    stacks = [s.dims[0] for s in shapes if len(s.dims) == 3]  # one alone: of experts
+    groups = stacks[0] if len(stacks) == 1 else 1
+    return 2 * math.isqrt(math.prod(s.size for s in shapes) // groups)
 
 
 def _collective(module: Module, visit: Visit) -> Collective:
