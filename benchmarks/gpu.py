@@ -298,10 +298,13 @@ def prefill():
     return HEAD + _serve((8192,), ("w8a8", "fp8"))
 
 
+SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
+
+
 def sweep(*names):
-    """Never slower than bfloat16? sweep:w8 for one format; two layers, still beyond L2."""
+    """Never slower than bfloat16? Two layers, still beyond L2."""
     rows = tuple(2**i for i in range(14))  # 1 .. 8192
-    return HEAD + _serve(rows, names or ("w8", "w4-g128", "w8a8", "fp8"), layers=2)
+    return HEAD + _serve(rows, names or SWEEP, layers=2)
 
 
 ROWS = {
@@ -336,7 +339,9 @@ def main():
     today = datetime.date.today()
     path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
     rows = gpu_peers.ROWS if args.peers else ROWS
-    for row in args.rows or rows:
+    # a format of the sweep at a time: no row takes more than four minutes
+    apart = [f"{r}:{n}" for r in rows for n in (SWEEP if r == "sweep" else [""])]
+    for row in args.rows or [r.removesuffix(":") for r in apart]:
         name, *options = row.split(":")
         title = f"{device}, jax {jax.__version__}, {today}, {commit or 'no commit'}"
         lines = rows[name](*options)
