@@ -27,16 +27,6 @@ FLOATS = 4 * (264 * 2048 + (2 * 4 + 1) * 2048)  # the embedding and the norms
 BITS = {"int8w": 8, "int4w": 4, "int8": 8, "fp8": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    try:
-        device = jax.devices("cuda")[0]
-    except RuntimeError as error:
-        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
-    with jax.default_device(device):
-        yield device
-
-
 def in_use(device):
     gc.collect()
     return device.memory_stats()["bytes_in_use"]

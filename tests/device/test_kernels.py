@@ -19,16 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    try:
-        chosen = jax.devices("cuda")[0]
-    except RuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    with jax.default_device(chosen):
-        yield chosen
-
-
 def random(seed, *shape, dtype=jnp.bfloat16):
     return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
 

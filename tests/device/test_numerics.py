@@ -16,11 +16,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def devices():
-    try:
-        return jax.devices("cuda")[0], jax.devices("cpu")[0]
-    except RuntimeError as error:
-        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
+def devices(gpu):
+    return gpu, jax.devices("cpu")[0]
 
 
 def on(device, fn, *args):

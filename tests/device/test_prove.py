@@ -15,16 +15,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    try:
-        device = jax.devices("cuda")[0]
-    except RuntimeError as error:
-        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
-    with jax.default_device(device):
-        yield
-
-
 def step(name, m, k, n):
     ops = mt.learn(mt.recipe(name), key=jax.random.key(0))
 

@@ -1,0 +1,15 @@
+"""Tests on a real GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/device"""
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    """The GPU, as the default device of every test here; without one they are skipped."""
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a CUDA device and JAX_PLATFORMS=cuda,cpu: {error}")
+    with jax.default_device(device):
+        yield device
