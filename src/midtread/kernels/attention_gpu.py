@@ -29,9 +29,7 @@ from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.numerics.formats import Format, dtype_bits
 from midtread.numerics.qarray import QArray
 
-ROWS = (
-    16  # query heads of a program, of which g are real: the least a tensor core takes
-)
+ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
 PROGRAMS = 1024  # at least so many, if the context is long enough
 LOWEST = -1e30  # below every logit

@@ -129,9 +129,7 @@ def _stream_call(fmt, is_grouped: bool, interpret: bool) -> Callable:
         k, n = codes.shape
         group = None if scale is None else k // scale.shape[0]
         blocks = tuned.stream_blocks(fmt, x.shape[0], codes.shape, group)
-        if (
-            blocks is None
-        ):  # what one device holds of a sharded weight may be too narrow
+        if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
         shape = (k, n) if bits == 8 else (k, n // 2, 2)
         words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)

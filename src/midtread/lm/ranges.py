@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from midtread.lm import processes
-from midtread.lm.config import Config, require
+from midtread.lm.config import Config, UsageError, require
 from midtread.model.flaxlib import QuantStat, read
 
 FILE = "static.npz"
@@ -59,12 +59,10 @@ def find(config: Config) -> pathlib.Path:
     for place in (root, *root.parents[:2]):
         if (place / FILE).is_file():
             return place / FILE
-    require(
-        False,
+    raise UsageError(
         f"{what}: load_parameters_path={path} has no {FILE}; a run made with "
-        "static=measure has one when it is done.",
+        "static=measure has one when it is done."
     )
-    raise AssertionError
 
 
 def load(config: Config, model: nnx.Module) -> None:

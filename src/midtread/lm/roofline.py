@@ -81,9 +81,7 @@ def bound(config: Config, on: Mapping[str, int]) -> Bound:
 
 def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
     ways, found = math.prod(on.values()), {}
-    again = (
-        2 if config.remat_policy == "full" else 1
-    )  # the forward, in the backward too
+    again = 2 if config.remat_policy == "full" else 1  # the forward runs once more
     for row in build.coverage(config).rows:
         if not row.flops:
             continue

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from midtread.lm.config import Model, require
+from midtread.lm.config import Model, UsageError, require
 from midtread.model.rules import did_you_mean
 
 ORIGINAL = "original_max_position_embeddings"
@@ -116,8 +116,8 @@ def _number(text: str, part: str, number: str) -> float:
     try:
         return float(number)
     except ValueError:
-        require(False, f"rope_scaling={text}: {part} should be <name>:<number>.")
-        raise
+        message = f"rope_scaling={text}: {part} should be <name>:<number>."
+        raise UsageError(message) from None
 
 
 def _check(text: str, numbers: Mapping[str, float]) -> None:

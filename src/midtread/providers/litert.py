@@ -384,9 +384,8 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
                 self._edges[x] = Edge(weight=next(iter(names)))
 
     def _rsqrt(self, x: jax.Array) -> jax.Array:
-        return jax.lax.rsqrt(
-            jnp.maximum(x, 1e-12)
-        )  # 0 is a code, and inf has no gradient
+        # 0 is a code, and inf has no gradient
+        return jax.lax.rsqrt(jnp.maximum(x, 1e-12))
 
     def _as_one_op(self, name: str, fn, x: jax.Array, **attributes) -> jax.Array:
         return fn(x)
