@@ -158,8 +158,10 @@ def _body(*refs, fmt: Format, blocks: Blocks, group, num_chunks: int, native: bo
         plgpu.barrier_wait(full.at[slot])
         for start in range(0, blocks.k, inner):
             multiply(acc, decoded(slot, start), slot, start)
-            if start == 0:
-                plgpu.wgmma_wait(1)  # all of the last block is done
+            # One may still run. Two may not: the next decoding could write the registers
+            # that the older one reads.
+            plgpu.wgmma_wait(1)
+            if start == 0:  # all of the last block is done
 
                 @pl.when(chunk > 0)
                 def _():
