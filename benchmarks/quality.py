@@ -22,14 +22,16 @@ import midtread as mt
 from midtread.lm import data
 from midtread.lm.config import Config
 
-# name: (what to set, how far its held-out loss may lie from bf16's)
+# name: (what to set, or rules, and how far its held-out loss may lie from bf16's)
 FORMATS = {
     "bf16": ({}, None),
     "int8": ({"quantization": "int8", "use_qwix_quantization": True}, 0.005),
     "int8-aqt": ({"quantization": "int8"}, 0.005),  # gradients rounded stochastically
     "fp8": ({"quantization": "fp8_full"}, 0.005),
     "nvfp4": ({"quantization": "te_nvfp4"}, 0.02),
-    "mxfp4": ({"mxfp4": True}, 0.02),
+    "mxfp4": (lambda: in_layers(mxfp4()), 0.02),
+    "nvfp4, attention fp8": (lambda: in_mlps(mt.recipe("te_nvfp4")), 0.02),
+    "mxfp4, attention fp8": (lambda: in_mlps(mxfp4("pow2_biased", 32)), 0.02),
 }
 MODEL = {
     "emb_dim": 256, "num_decoder_layers": 4, "num_query_heads": 4, "num_kv_heads": 4,
@@ -38,19 +40,28 @@ MODEL = {
 }  # fmt: skip
 
 
-def mxfp4_rules():
-    """MXFP4 in all three matmuls: 32 to a tile, gradients rounded stochastically."""
-    rows = mt.per_channel("mxfp4")
+def mxfp4(rule: str | None = None, hadamard: int | None = None) -> mt.Recipe:
+    """MXFP4 in all three matmuls: 32 to a tile, gradients rounded stochastically, for which
+    nothing may saturate, so that `rule` is for the others alone."""
+    rows = mt.per_channel("mxfp4", scale_rule=rule)
     noisy = mt.per_channel("mxfp4", rounding="stochastic")
-    recipe = mt.Recipe(mt.Fwd(rows, rows), mt.Dlhs(noisy, rows), mt.Drhs(rows, noisy))
-    return ({"module_path": "decoder/.*layers.*", "op_names": ("dot_general",), "recipe": recipe},)  # fmt: skip
+    drhs = mt.Drhs(rows, noisy, hadamard=hadamard)
+    return mt.Recipe(mt.Fwd(rows, rows), mt.Dlhs(noisy, rows), drhs)
+
+
+def in_layers(recipe: mt.Recipe, within: str = "") -> tuple[dict, ...]:
+    path = f"decoder/.*layers.*{within}"
+    return ({"module_path": path, "op_names": ("dot_general",), "recipe": recipe},)
+
+
+def in_mlps(recipe: mt.Recipe) -> tuple[dict, ...]:
+    """Attention's projections are half of the damage and a third of the weights: in fp8."""
+    return in_layers(recipe, "mlp.*") + in_layers(mt.recipe("qwix_fp8_full"))
 
 
 def configure(name: str, sizes: dict) -> Config:
-    fields = dict(FORMATS[name][0])
-    if fields.pop("mxfp4", False):
-        fields["quant"] = mxfp4_rules()
-    return Config(**{**sizes, **fields})
+    fields = FORMATS[name][0]
+    return Config(**sizes, **({"quant": fields()} if callable(fields) else fields))
 
 
 def table(books: list[dict]) -> str:
@@ -84,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default=";".join(FORMATS), help="a;b;...")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     parser.add_argument("keys", nargs="*", help="sizes, e.g. emb_dim=64")
     args = parser.parse_args()
@@ -94,7 +105,7 @@ def main() -> None:
         int(seed): loop.Book(args.out / f"quality-{seed}.json", sizes, splits.about)
         for seed in args.seeds.split(",")
     }
-    formats = args.formats.split(",")
+    formats = args.formats.split(";")
     missing = [(s, n) for s, b in books.items() for n in formats if n not in b.runs]
     configs = {n: configure(n, sizes) for n in dict.fromkeys(n for _, n in missing)}
     by = loop.trainers(configs, splits)

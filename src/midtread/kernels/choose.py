@@ -44,10 +44,6 @@ IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
 SYMBOLIC = "an extent is not known: jax.export with symbolic shapes is left to XLA"
 
-# Written, interpreted and lowered, but not yet run by a GPU (docs/log.md): such a kernel is
-# taken where it is asked for, and not of our own accord.
-UNPROVEN = "no GPU has run this kernel yet, so implementation('gpu') has to ask for it"
-
 _wanted = jax.make_user_context(default_value=None)  # part of jit's cache key
 
 
@@ -176,9 +172,12 @@ def _few_grouped(labels, groups: tuple, lhs, rhs) -> jax.Array | None:
         return None
     if any(n != 1 and label != rows for label, n in zip(labels[0], lhs.scale.shape)):
         return None
-    if why_not_grouped_weight(labels, groups, x.astype(jnp.bfloat16), rhs) is not None:
+    few = x.astype(jnp.bfloat16)
+    if not _is_plain_weight(few, rhs):
         return None
-    out = grouped_weight(labels, groups, x.astype(jnp.bfloat16), rhs)
+    if why_not_grouped_weight(labels, groups, few, rhs) is not None:
+        return None
+    out = _by_grouped_weight(labels, groups, few, rhs)
     scale = lhs.scale.astype(jnp.float32).reshape(-1, *[1] * (out.ndim - 1))
     return views.broadcast_with(jnp.multiply, out, scale)
 
@@ -190,6 +189,10 @@ def grouped_weight(labels, groups: tuple, x, w) -> jax.Array | None:
     reason = why_not_grouped_weight(labels, groups, x, w)
     if not _taken(reason, f"these rows by grouped weights of {w.format.name}"):
         return None
+    return _by_grouped_weight(labels, groups, x, w)
+
+
+def _by_grouped_weight(labels, groups: tuple, x, w) -> jax.Array:
     kernels = _ragged_kernels()
     return kernels.weight(labels, kernels.Groups(*groups), x, w, _interpret())
 
@@ -198,8 +201,6 @@ def why_not_grouped_weight(labels, groups: tuple, x, w: QArray) -> str | None:
     reason = _why_no_gpu(hopper=False) or _why_not_here(x, w, groups[2])
     if reason is not None:
         return reason
-    if wanted() is None:
-        return UNPROVEN
     kernels = _ragged_kernels()
     return kernels.why_not_weight(labels, kernels.Groups(*groups), x, w)
 
@@ -282,8 +283,6 @@ def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
         return (
             "a model over several devices is quantized by XLA, which can partition it"
         )
-    if spec.rounding != "nearest" and wanted() is None:
-        return UNPROVEN
     return _kernels().why_not_quantize(x, spec, summed, factor)
 
 
