@@ -28,10 +28,14 @@ FORMATS = {
     "int8": ({"quantization": "int8", "use_qwix_quantization": True}, 0.005),
     "int8-aqt": ({"quantization": "int8"}, 0.005),  # gradients rounded stochastically
     "fp8": ({"quantization": "fp8_full"}, 0.005),
+    # all three matmuls of all layers
     "nvfp4": ({"quantization": "te_nvfp4"}, 0.02),
-    "mxfp4": (lambda: in_layers(mxfp4()), 0.02),
-    "nvfp4, attention fp8": (lambda: in_mlps(mt.recipe("te_nvfp4")), 0.02),
-    "mxfp4, attention fp8": (lambda: in_mlps(mxfp4("pow2_biased", 32)), 0.02),
+    "mxfp4": (lambda: in_layers(four_bits("mxfp4")), 0.02),
+    # of MLPs, with attention's projections in fp8; activations in mxfp8
+    "nvfp4 in MLPs": (lambda: in_mlps(four_bits("nvfp4")), 0.02),
+    "mxfp4 in MLPs, a8": (lambda: in_mlps(four_bits("mxfp4", x="mxfp8")), 0.02),
+    # both backward matmuls of all layers, forward in fp8 (arXiv 2502.20586)
+    "mxfp4 backward": (lambda: in_layers(four_bits("mxfp4", fwd="e4m3")), 0.02),
 }
 MODEL = {
     "emb_dim": 256, "num_decoder_layers": 4, "num_query_heads": 4, "num_kv_heads": 4,
@@ -40,13 +44,14 @@ MODEL = {
 }  # fmt: skip
 
 
-def mxfp4(rule: str | None = None, hadamard: int | None = None) -> mt.Recipe:
-    """MXFP4 in all three matmuls: 32 to a tile, gradients rounded stochastically, for which
-    nothing may saturate, so that `rule` is for the others alone."""
-    rows = mt.per_channel("mxfp4", scale_rule=rule)
-    noisy = mt.per_channel("mxfp4", rounding="stochastic")
-    drhs = mt.Drhs(rows, noisy, hadamard=hadamard)
-    return mt.Recipe(mt.Fwd(rows, rows), mt.Dlhs(noisy, rows), drhs)
+def four_bits(qtype: str, x: str | None = None, fwd: str | None = None) -> mt.Recipe:
+    """Tiles along every sum, gradients rounded stochastically; `x`: another format for
+    activations, `fwd`: another for the forward pass."""
+    row = mt.per_channel(qtype)
+    noisy = mt.per_channel(qtype, rounding="stochastic")
+    acts = mt.per_channel(x or qtype)
+    forward = mt.Fwd(*[mt.per_channel(fwd)] * 2) if fwd else mt.Fwd(acts, row)
+    return mt.Recipe(forward, mt.Dlhs(noisy, row), mt.Drhs(acts, noisy))
 
 
 def in_layers(recipe: mt.Recipe, within: str = "") -> tuple[dict, ...]:
