@@ -117,6 +117,33 @@ def test_few_rows(name, tile, dtype, columns):
         assert error(by_kernel(mt.dot, x, w), want) < 5e-3
 
 
+@pytest.mark.parametrize("columns", [512, 768])
+@pytest.mark.parametrize(("name", "tile"), FORMATS)
+def test_many_rows(name, tile, columns):
+    """Hopper: blocks that are not full, sums that programs share, and again the same bits."""
+    tiles = {0: tile} if tile else {}
+    w = mt.quantize(
+        random(1, 1152, columns), name, channelwise_axes=[1], tiled_axes=tiles
+    )
+    exact = mt.dequantize(w, jnp.float32)
+    for rows in (65, 300, 1000):
+        x = random(rows, rows, 1152)
+        want = jnp.dot(x.astype(jnp.float32), exact, precision="highest")
+        got = by_kernel(mt.dot, x, w)
+        assert error(got, want) < 4e-3
+        assert (got == by_kernel(mt.dot, x, w)).all()
+
+
+def test_many_rows_in_pairs_and_halves():
+    """More blocks than multiprocessors: rounds, and a last one that is cut."""
+    w = mt.quantize(
+        random(1, 256, 14336), "int4", channelwise_axes=[1], tiled_axes={0: 128}
+    )
+    for rows in (1024, 8192):
+        x = random(2, rows, 256)
+        assert error(by_kernel(mt.dot, x, w), by_xla(mt.dot, x, w)) < 1e-3
+
+
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("summed", [(0,), (1,)])
@@ -154,9 +181,10 @@ def test_training(name):
         assert error(got, want) < 2e-2
 
 
-def test_vmap_and_grad():
+@pytest.mark.parametrize("rows", [8, 80])
+def test_vmap_and_grad(rows):
     w = mt.quantize(random(1, 256, 256), "int8", channelwise_axes=[1])
-    x = random(2, 3, 8, 256)
+    x = random(2, 3, rows, 256)
     run = lambda x: jnp.sum(
         jnp.square(jax.vmap(lambda x: mt.dot(x, w))(x)).astype(jnp.float32)
     )

@@ -79,6 +79,12 @@ def _few_rows() -> ModuleType:
     return few_rows_gpu
 
 
+def _many_rows_kernels() -> ModuleType:
+    from midtread.kernels import many_rows_gpu
+
+    return many_rows_gpu
+
+
 def _ragged_kernels() -> ModuleType:
     from midtread.kernels import ragged_gpu
 
@@ -308,9 +314,16 @@ def _interpret() -> bool:
 
 
 def weight_only(
-    lhs_labels: Labels, rhs_labels: Labels, out_labels: Labels, lhs, rhs, precision=None
+    lhs_labels: Labels,
+    rhs_labels: Labels,
+    out_labels: Labels,
+    lhs,
+    rhs,
+    precision=None,
+    dtype=jnp.float32,
 ) -> jax.Array | None:
-    """A float operand times a QArray, scaled, in float32 and in the order of `out_labels`."""
+    """A float operand times a QArray, scaled, in the order of `out_labels` and in float32,
+    or in `dtype`, which the caller wants, where a kernel would have to write it anyway."""
     x, w, x_labels, w_labels = lhs, rhs, lhs_labels, rhs_labels
     if isinstance(lhs, QArray):
         x, w, x_labels, w_labels = rhs, lhs, rhs_labels, lhs_labels
@@ -331,21 +344,43 @@ def weight_only(
         inner = _as_matrix(scale, w.qvalue.shape, summed, kept)
         if inner is None:
             return None
-    out = _weight_dot(x_MK, w, matrix, inner, precision)
-    if out is None:
-        return None
     extents = [w.qvalue.shape[a] for a in kept]
+    outer = None  # or all of it afterwards
     if inner is None:
         scale = scale.astype(jnp.float32)
         counts = [scale.shape[a] for a in kept]
         scale = (
             views.expand(scale.reshape(counts), extents) if scale.size != 1 else scale
         )
-        out = out * scale.reshape(1, -1)
+        outer = scale.reshape(1, -1)
+    out = _many_rows(x_MK, w, matrix, outer if inner is None else inner, dtype)
+    if out is None:
+        out = _weight_dot(x_MK, w, matrix, inner, precision)
+        if out is None:
+            return None
+        out = out if outer is None else out * outer
     alone = [a for a, label in enumerate(x_labels) if label in out_labels]
     labels = [x_labels[a] for a in alone] + [w_labels[a] for a in kept]
     out = out.reshape(*(x.shape[a] for a in alone), *extents)
     return out.transpose([labels.index(label) for label in out_labels])
+
+
+def _many_rows(x_MK, w: QArray, matrix, scale, dtype) -> jax.Array | None:
+    """More rows than `_weight_dot` takes on a GPU, scaled, in `dtype`."""
+    (shape, summed), fmt = matrix, w.format
+    if _interpret() or _why_no_gpu(hopper=False) is not None:
+        return None
+    if not _is_static(x_MK) or x_MK.shape[0] <= _few_rows().MAX_ROWS:
+        return None
+    reason = _why_no_gpu(hopper=True) or _why_not_here(x_MK, w.qvalue)
+    if reason is None:
+        dtypes = x_MK.dtype, dtype
+        how = (fmt, shape, summed, x_MK.shape[0], scale, dtypes)
+        reason = _many_rows_kernels().why_not(*how)
+    if not _taken(reason, f"these rows by a weight of {fmt.name}"):
+        return None
+    codes = w.qvalue.reshape(shape)
+    return _many_rows_kernels().weight(x_MK, codes, scale, fmt, dtype, False)
 
 
 def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:

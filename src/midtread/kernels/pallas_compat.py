@@ -8,7 +8,6 @@ versions. All such differences are told here, and kernels read as if there were 
 """
 
 import contextlib
-import functools
 import warnings
 from typing import Any
 
@@ -115,29 +114,23 @@ def lane_params():
 # Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
 
 
-def _lanes(bits: int, wide: int = 0, part: int = 0):
-    """(first column, c) of this thread, whose second column is the next one.
-
-    Args:
-        wide: 0 for columns as in stream_gpu's table; else each warpgroup has `64 wide` of
-            its own, of which `part` is meant, as mixed_gpu has them.
-    """
+def _lanes(bits: int):
+    """(column in 256, byte in its row, c, j) of this thread: stream_gpu's table."""
     i32 = ir.IntegerType.get_signless(32)
     const = lambda v: mgpu.c(v, i32)
     thread = mgpu.thread_idx()
-    part_of = lambda shift, mask: arith.andi(
+    part = lambda shift, mask: arith.andi(
         arith.shrui(thread, const(shift)), const(mask)
     )
     times = lambda v, by: arith.muli(v, const(by))
-    add = lambda first, *rest: functools.reduce(arith.addi, rest, first)
-    c, g, w, j = part_of(0, 3), part_of(2, 7), part_of(5, 3), part_of(7, 3)
-    if wide:
-        return add(times(j, 64 * wide), times(w, 16), times(g, 2), const(64 * part)), c
-    word = add(times(w, 32), times(g, 4))  # 32 lanes along 128 bytes
+    c, g, w, j = part(0, 3), part(2, 7), part(5, 3), part(7, 3)
+    word = arith.addi(times(w, 32), times(g, 4))  # 32 lanes along 128 bytes
     if bits == 4:
-        return add(times(word, 2), times(j, 2)), c
+        column = arith.addi(times(word, 2), times(j, 2))
+        return column, word, c, j
     high, low = arith.shrui(j, const(1)), arith.andi(j, const(1))
-    return add(word, times(low, 2), times(high, 128)), c
+    column = arith.addi(arith.addi(word, times(low, 2)), times(high, 128))
+    return column, arith.addi(word, times(high, 128)), c, low
 
 
 def _address(ref, offset):
@@ -146,23 +139,19 @@ def _address(ref, offset):
 
 
 def fragments(
-    ref: Any, code: str, first: int, bits: int, table: Any = None, wide: int = 0
+    ref: Any, code: str, first: int, bits: int, table: Any = None
 ) -> jax.Array:
-    """The left operand of a wgmma, [64, rows] in bfloat16 ([64 wide, rows] if `wide`), from
-    bytes [rows, width] in shared memory: `code` is PTX that makes two registers of the
-    words of two rows.
+    """The left operand of a wgmma, [64, rows] in bfloat16, from bytes [rows, width] in
+    shared memory: `code` is PTX that makes two registers of the words of two rows.
 
     Args:
         first: the permute that selects the first bytes of a word.
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-        wide: whose columns, see `_lanes`.
     """
     rows, width = ref.shape
-    line = min(128, width)  # bytes in a row of the pattern
-    tiled = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line))
-    parts = max(1, wide)
+    tiled = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
     result = plgpu.ShapeDtypeStruct(
-        (64 * parts, rows), jax.numpy.bfloat16, layout=plgpu.Layout.WGMMA
+        (64, rows), jax.numpy.bfloat16, layout=plgpu.Layout.WGMMA
     )
 
     refs = [ref] if table is None else [ref, table]
@@ -175,50 +164,44 @@ def fragments(
         const = lambda v: mgpu.c(v, i32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         both = llvm.StructType.get_literal([i32, i32])
-        extra = []
+        _, byte, c, j = _lanes(bits)
+        step = (0x1111 if bits == 4 else 0x2222) if not table else 1
+        select = [arith.addi(arith.muli(j, const(step)), const(first))]
         if table:
             lane = arith.andi(mgpu.thread_idx(), const(31))
             start = _address(table[0], arith.muli(lane, const(4)))
-            extra.append(llvm.ptrtoint(i32, start))
-
-        def registers(part):
-            column, c = _lanes(bits, wide, part)
-            byte = column if bits == 8 else arith.shrui(column, const(1))
-            which = arith.andi(byte, const(3))  # of the bytes of a word
-            step = 1 if table else 0x1111
-            select = arith.addi(arith.muli(which, const(step)), const(first))
-            byte = arith.xori(byte, which)
-            # a tile is 8 rows of 128 or 64 bytes; units of 16 trade places by row
-            box = arith.muli(arith.divui(byte, const(line)), const(8 * line))
-            within = arith.andi(byte, const(line - 1))
-            starts = []
-            for odd in (0, 1):
-                row = arith.addi(arith.muli(c, const(2)), const(odd))
-                unit = row if line == 128 else c
-                moved = arith.xori(within, arith.muli(unit, const(16)))
-                place = arith.addi(arith.addi(box, moved), arith.muli(row, const(line)))
-                starts.append(_address(ref, place))
-            for tile in range(rows // 8):
-                words = [
-                    llvm.load(
-                        i32,
-                        mgpu.utils.getelementptr(
-                            start, [tile * 8 * width], ir.IntegerType.get_signless(8)
-                        ),
-                    )
-                    for start in starts
-                ]
-                given = [*words, select, *extra]
-                made = llvm.inline_asm(
-                    both, given, code, "=r,=r" + ",r" * len(given), asm_dialect=0
+            select.append(llvm.ptrtoint(i32, start))
+        # a tile of 8 rows and 128 bytes is 1024 bytes; units of 16 trade places by row
+        box = arith.muli(arith.shrui(byte, const(7)), const(1024))
+        within = arith.andi(byte, const(127))
+        starts = []
+        for odd in (0, 1):
+            row = arith.addi(arith.muli(c, const(2)), const(odd))
+            moved = arith.xori(within, arith.muli(row, const(16)))
+            place = arith.addi(arith.addi(box, moved), arith.muli(row, const(128)))
+            starts.append(_address(ref, place))
+        registers = []
+        for tile in range(rows // 8):
+            words = [
+                llvm.load(
+                    i32,
+                    mgpu.utils.getelementptr(
+                        start, [tile * 8 * width], ir.IntegerType.get_signless(8)
+                    ),
                 )
-                for h in (0, 1):
-                    yield mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
-
-        made = [r for part in range(parts) for r in registers(part)]
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((64 * parts, rows))
+                for start in starts
+            ]
+            given = [*words, *select]
+            made = llvm.inline_asm(
+                both, given, code, "=r,=r" + ",r" * len(given), asm_dialect=0
+            )
+            registers += [
+                mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
+                for h in (0, 1)
+            ]
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((64, rows))
         return mgpu.FragmentedArray(
-            _registers=np.array(made, dtype=object).reshape(shape),
+            _registers=np.array(registers, dtype=object).reshape(shape),
             _layout=mgpu.WGMMA_LAYOUT,
             _is_signed=None,
         )
@@ -226,12 +209,10 @@ def fragments(
     return decode(*refs)
 
 
-def row_pairs(ref: Any, bits: int, wide: int = 0) -> jax.Array:
-    """Of a program's numbers, one for each column, in memory: those that `fragments` has as
-    rows, in float32."""
-    parts = max(1, wide)
+def row_pairs(ref: Any, bits: int) -> jax.Array:
+    """Of 256 numbers in shared memory the 64 that `fragments` has as rows, in float32."""
     result = plgpu.ShapeDtypeStruct(
-        (64 * parts,), jax.numpy.float32, layout=plgpu.Layout.WGMMA.reduce(1)
+        (64,), jax.numpy.float32, layout=plgpu.Layout.WGMMA.reduce(1)
     )
     size = jax.numpy.dtype(ref.dtype).itemsize
 
@@ -239,20 +220,22 @@ def row_pairs(ref: Any, bits: int, wide: int = 0) -> jax.Array:
     def load(ctx, ref):
         del ctx
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        words = []
-        for part in range(parts):
-            column, _ = _lanes(bits, wide, part)
-            start = _address(ref, arith.muli(column, mgpu.c(size, i32)))
-            if size == 2:  # bfloat16 is the upper half of a float32
-                both = llvm.load(i32, start)
-                words.append(arith.shli(both, mgpu.c(16, i32)))
-                words.append(arith.andi(both, mgpu.c(-65536, i32)))
-            else:
-                place = lambda h, start=start: mgpu.utils.getelementptr(start, [h], i32)
-                words += [llvm.load(i32, place(h)) for h in (0, 1)]
+        column, *_ = _lanes(bits)
+        start = _address(ref, arith.muli(column, mgpu.c(size, i32)))
+        if size == 2:  # bfloat16 is the upper half of a float32
+            both = llvm.load(i32, start)
+            words = [
+                arith.shli(both, mgpu.c(16, i32)),
+                arith.andi(both, mgpu.c(-65536, i32)),
+            ]
+        else:
+            words = [
+                llvm.load(i32, mgpu.utils.getelementptr(start, [h], i32))
+                for h in (0, 1)
+            ]
         vector = ir.VectorType.get((1,), f32)
         registers = [mgpu.utils.bitcast(word, vector) for word in words]
-        shape = mgpu.WGMMA_ROW_LAYOUT.registers_shape((64 * parts,))
+        shape = mgpu.WGMMA_ROW_LAYOUT.registers_shape((64,))
         return mgpu.FragmentedArray(
             _registers=np.array(registers, dtype=object).reshape(shape),
             _layout=mgpu.WGMMA_ROW_LAYOUT,
@@ -273,7 +256,7 @@ def store_turned(ref: Any, value: jax.Array, bits: int) -> None:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         const = lambda v: mgpu.c(v, i32)
         both = ir.VectorType.get((2,), f32)
-        column, c = _lanes(bits)
+        column, _, c, _ = _lanes(bits)
         # rows of the result are 8 t + 2 c + (0, 1); columns come in neighbouring pairs
         first = arith.addi(arith.muli(c, const(2 * stride)), column)
         registers = value.registers.reshape(-1, 2)  # [t, column]
@@ -288,47 +271,6 @@ def store_turned(ref: Any, value: jax.Array, bits: int) -> None:
                     mgpu.utils.memref_ptr(ref), [offset], f32
                 )
                 llvm.store(packed, start)
-
-    run: Any = store
-    run(ref, value)
-
-
-def lay_turned(ref: Any, value: jax.Array) -> None:
-    """Writes [64, M], whose rows are the columns of one of a warpgroup's parts, into [M, 64]
-    in shared memory, as the copy engine wants it; float32 or bfloat16."""
-    size = jax.numpy.dtype(ref.dtype).itemsize
-    line = 128 // size
-    tiled = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(128))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), plgpu.Layout.WGMMA))
-    def store(ctx, ref, value):
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        const = lambda v: mgpu.c(v, i32)
-        both = ir.VectorType.get((2,), ir.F32Type.get())
-        narrow = ir.VectorType.get((2,), ir.BF16Type.get())
-        column, c = _lanes(8, 1)
-        byte = arith.muli(arith.andi(column, const(63)), const(size))
-        box = arith.muli(arith.shrui(byte, const(7)), const(1024))
-        starts = []
-        for odd in (0, 1):
-            row = arith.addi(arith.muli(c, const(2)), const(odd))
-            moved = arith.xori(
-                arith.andi(byte, const(127)), arith.muli(row, const(16))
-            )
-            place = arith.addi(arith.addi(box, moved), arith.muli(row, const(128)))
-            starts.append(_address(ref, place))
-        i8 = ir.IntegerType.get_signless(8)
-        for t, pair in enumerate(value.registers.reshape(-1, 2)):  # [8 rows, column]
-            for odd, start in enumerate(starts):
-                packed = llvm.mlir_undef(both)
-                for at, register in enumerate(pair):
-                    element = llvm.extractelement(register, const(odd))
-                    packed = llvm.insertelement(packed, element, const(at))
-                if size == 2:
-                    packed = arith.truncf(narrow, packed)
-                place = [t * 1024 * (64 // line)]
-                llvm.store(packed, mgpu.utils.getelementptr(start, place, i8))
 
     run: Any = store
     run(ref, value)

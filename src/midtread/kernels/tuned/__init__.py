@@ -6,6 +6,8 @@
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows
+    mixed      many rows against a stored weight on Hopper: what a block costs, from which
+               its rows and the number of programs that share a sum follow
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -22,6 +24,9 @@ import jax.numpy as jnp
 from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
 from midtread.kernels.matmul_gpu import Blocks
+from midtread.kernels.mixed_gpu import COLUMNS as MIXED_COLUMNS
+from midtread.kernels.mixed_gpu import INNER, STEP
+from midtread.kernels.mixed_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.stream_gpu import COLUMNS, TABLE_BYTES
 from midtread.kernels.stream_gpu import Blocks as StreamBlocks
@@ -110,6 +115,49 @@ def stream_blocks(
     if stages < min(each, blocks.least):
         return None
     return dataclasses.replace(blocks, split=split, stages=stages)
+
+
+def mixed_blocks(
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtype
+) -> MixedBlocks | None:
+    """Of many rows by a weight [K, N] on Hopper; None if it does not divide."""
+    num_k, num_n = shape
+    if num_k % STEP or num_n % MIXED_COLUMNS:
+        return None
+    if group and group % INNER and group != 32:
+        return None
+    most = min(256, -(-rows // 32) * 32)
+    found = [
+        mixed_time(MixedBlocks(rows=each, split=split), rows, shape)
+        for each in range(64, most + 1, 32)
+        for split in range(1, 9)
+        if num_k % (STEP * split) == 0
+    ]
+    _, blocks = min(found, key=lambda pair: pair[0])
+    is_deep = blocks.rows <= 128 and (
+        not group or group % STEP == 0 or STEP % group == 0
+    )
+    blocks = dataclasses.replace(blocks, k=STEP if is_deep else INNER)
+    return dataclasses.replace(blocks, stages=blocks.most_stages(fmt, group, dtype))
+
+
+def mixed_time(
+    blocks: MixedBlocks, rows: int, shape: tuple[int, int]
+) -> tuple[float, MixedBlocks]:
+    """About how many ns it takes, and the blocks with the last round as it should be."""
+    cost, (num_k, num_n) = table(device_kind())["mixed"], shape
+    each = lambda rows: cost["block"] + cost["row"] * rows  # ns, for each of k
+    pairs = num_n // MIXED_COLUMNS * -(-rows // blocks.rows) * blocks.split
+    is_paired = num_n % (2 * MIXED_COLUMNS) == 0 and pairs >= cost["pair"] * num_cores()
+    blocks = dataclasses.replace(blocks, pair=is_paired)
+    count, programs = pairs // (2 if is_paired else 1), blocks.programs()
+    rounds, last = divmod(count, programs)
+    halves = rounds > 0 and 0 < 2 * last <= programs and blocks.rows % 64 == 0
+    time = rounds * each(blocks.rows)
+    time += each(blocks.rows // 2) if halves else each(blocks.rows) if last else 0
+    parts = 0 if blocks.split == 1 else blocks.split * rows * num_n * 4 * 2
+    time = time * num_k / blocks.split + parts / cost["bandwidth"]
+    return time, dataclasses.replace(blocks, halves=halves)
 
 
 def expert_blocks(
