@@ -7,7 +7,7 @@ The weight is the left operand of wgmma, out^T = w^T x^T, and goes from codes in
 memory to registers to tensor cores: no decoded copy of it exists anywhere. Scales of groups
 are multiplied in between and rounded to bfloat16, which gives the numbers that decoding the
 whole weight first would. (Scaling the sums of each group instead has the tensor cores wait
-for every group: 0.92x of bfloat16 at 8,192 rows of int4, where this is to be 1.0.)
+for every group: 0.92x of bfloat16 at 8,192 rows of int4.)
 
 With many rows the tensor cores are what counts, so a program stays for good, one to a
 multiprocessor, and walks over blocks of the result. One warpgroup fetches, two multiply,
@@ -153,12 +153,11 @@ def _body(*refs, plan: Plan):
         plgpu.set_max_registers(40, action="decrease")
         fetch = functools.partial(_fetch, plan, inputs, rings)
         count = over_blocks(fetch, jnp.int32(0))
-        # a program stays until its neighbour has left its buffers, too
-        if blocks.pair:
-            leave = lambda n, _: plgpu.barrier_wait(
-                rings.empty.at[lax.rem(n, blocks.stages)]
-            )
-            lax.fori_loop(lax.max(count - blocks.stages, 0), count, leave, None)
+        # stays until all have left the buffers: a neighbour, too, fills and reads them
+        leave = lambda n, _: plgpu.barrier_wait(
+            rings.empty.at[lax.rem(n, blocks.stages)]
+        )
+        lax.fori_loop(lax.max(count - blocks.stages, 0), count, leave, None)
 
     @pl.when(wg < GROUPS)
     def _():
