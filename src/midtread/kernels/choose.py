@@ -322,8 +322,8 @@ def weight_only(
     precision=None,
     dtype=jnp.float32,
 ) -> jax.Array | None:
-    """A float operand times a QArray, scaled, in the order of `out_labels` and in float32,
-    or in `dtype`, which the caller wants, where a kernel would have to write it anyway."""
+    """A float operand times a QArray, scaled in float32, in `dtype` and in the order of
+    `out_labels`."""
     x, w, x_labels, w_labels = lhs, rhs, lhs_labels, rhs_labels
     if isinstance(lhs, QArray):
         x, w, x_labels, w_labels = rhs, lhs, rhs_labels, lhs_labels
@@ -344,30 +344,58 @@ def weight_only(
         inner = _as_matrix(scale, w.qvalue.shape, summed, kept)
         if inner is None:
             return None
-    extents = [w.qvalue.shape[a] for a in kept]
-    outer = None  # or all of it afterwards
+    extents, last = [w.qvalue.shape[a] for a in kept], None
     if inner is None:
-        scale = scale.astype(jnp.float32)
         counts = [scale.shape[a] for a in kept]
-        scale = (
-            views.expand(scale.reshape(counts), extents) if scale.size != 1 else scale
-        )
-        outer = scale.reshape(1, -1)
-    out = _many_rows(x_MK, w, matrix, outer if inner is None else inner, dtype)
+        last = views.expand(scale.reshape(counts), extents).reshape(-1)
+    out = _weight_dot(x_MK, w, matrix, inner, last, precision, dtype)
     if out is None:
-        out = _weight_dot(x_MK, w, matrix, inner, precision)
-        if out is None:
-            return None
-        out = out if outer is None else out * outer
+        return None
     alone = [a for a, label in enumerate(x_labels) if label in out_labels]
     labels = [x_labels[a] for a in alone] + [w_labels[a] for a in kept]
     out = out.reshape(*(x.shape[a] for a in alone), *extents)
     return out.transpose([labels.index(label) for label in out_labels])
 
 
-def _many_rows(x_MK, w: QArray, matrix, scale, dtype) -> jax.Array | None:
-    """More rows than `_weight_dot` takes on a GPU, scaled, in `dtype`."""
+def _weight_dot(
+    x_MK, w: QArray, matrix, inner, last, precision, dtype
+) -> jax.Array | None:
+    """Rows times a weight seen as a matrix, by this platform's kernel.
+
+    Args:
+        inner: the scale within the sum, as a matrix; None for none.
+        last: that of columns after it, likewise.
+    """
+    out = _many_rows(x_MK, w, matrix, inner, last, dtype)
+    if out is not None:
+        return out
     (shape, summed), fmt = matrix, w.format
+    counts = (1, 1) if inner is None else inner.shape
+    codes = w.qvalue.reshape(shape)
+    if xla.platform() == "cpu" and wanted() in (None, "xla"):
+        if wanted() == "xla" or not cpu.is_local(x_MK, w.qvalue, w.scale):
+            return None
+        if not cpu.supports(fmt, shape, x_MK.shape[0], counts):
+            return None
+        how = {"fmt": fmt, "summed": summed, "precision": precision}
+        inner = None if inner is None else inner.astype(jnp.float32)
+        out = cpu.dot(x_MK, codes, inner, **how)
+        return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
+    reason = _why_no_gpu(hopper=False) or _why_not_here(x_MK, w.qvalue)
+    hopper = not _interpret() and _why_no_gpu(hopper=True) is None
+    if reason is None:
+        how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype, hopper)
+        reason = _few_rows().why_not_weight(*how)
+    if not _taken(reason, f"these rows by a weight of {fmt.name}"):
+        return None
+    out = _few_rows().weight(x_MK, codes, inner, fmt, summed, _interpret(), hopper)
+    return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
+
+
+def _many_rows(x_MK, w: QArray, matrix, inner, last, dtype) -> jax.Array | None:
+    """`_weight_dot` where a GPU is to take more rows than its kernels for few do."""
+    (shape, summed), fmt = matrix, w.format
+    scale = last.reshape(1, -1) if inner is None else inner
     if _interpret() or _why_no_gpu(hopper=False) is not None:
         return None
     if not _is_static(x_MK) or x_MK.shape[0] <= _few_rows().MAX_ROWS:
@@ -381,29 +409,6 @@ def _many_rows(x_MK, w: QArray, matrix, scale, dtype) -> jax.Array | None:
         return None
     codes = w.qvalue.reshape(shape)
     return _many_rows_kernels().weight(x_MK, codes, scale, fmt, dtype, False)
-
-
-def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
-    """Rows times a weight seen as a matrix, by this platform's kernel."""
-    (shape, summed), fmt = matrix, w.format
-    counts = (1, 1) if inner is None else inner.shape
-    codes = w.qvalue.reshape(shape)
-    if xla.platform() == "cpu" and wanted() in (None, "xla"):
-        if wanted() == "xla" or not cpu.is_local(x_MK, w.qvalue, w.scale):
-            return None
-        if not cpu.supports(fmt, shape, x_MK.shape[0], counts):
-            return None
-        how = {"fmt": fmt, "summed": summed, "precision": precision}
-        inner = None if inner is None else inner.astype(jnp.float32)
-        return cpu.dot(x_MK, codes, inner, **how)
-    reason = _why_no_gpu(hopper=False) or _why_not_here(x_MK, w.qvalue)
-    hopper = not _interpret() and _why_no_gpu(hopper=True) is None
-    if reason is None:
-        how = (fmt, shape, summed, x_MK.shape[0], counts, x_MK.dtype, hopper)
-        reason = _few_rows().why_not_weight(*how)
-    if not _taken(reason, f"these rows by a weight of {fmt.name}"):
-        return None
-    return _few_rows().weight(x_MK, codes, inner, fmt, summed, _interpret(), hopper)
 
 
 def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:

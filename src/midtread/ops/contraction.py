@@ -144,7 +144,7 @@ class Contraction:
         return None
 
     def weight_sum(self, lhs, rhs, dtype) -> jax.Array | None:
-        """The same where one operand is float: in float32, or in `dtype` at once."""
+        """The same where one operand is float."""
         return None
 
     def run(self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None) -> jax.Array:

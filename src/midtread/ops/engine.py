@@ -215,7 +215,8 @@ def _parts(x: Operand) -> list[jax.Array]:
 def _sum_values(c, lhs, rhs, accumulate, result) -> jax.Array:
     """At least one side is float by the time of the sum."""
     if c.out_sharding is None and accumulate is None:
-        out = c.weight_sum(lhs, rhs, result)
+        is_plain = is_wide(result) and np.dtype(result) != np.float64
+        out = c.weight_sum(lhs, rhs, np.dtype(result) if is_plain else np.float32)
         if out is not None:
             return out
     common = result_dtype(lhs, rhs)

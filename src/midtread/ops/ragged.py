@@ -68,7 +68,7 @@ class Ragged(Contraction):
         return choose.grouped(*self._parts, lhs, rhs, tiles, dtype)
 
     def weight_sum(self, lhs, rhs, dtype):
-        del dtype
+        del dtype  # always float32
         return choose.grouped_weight(*self._parts, lhs, rhs)
 
     def run(self, lhs, rhs, accumulate=None):
