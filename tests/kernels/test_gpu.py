@@ -75,10 +75,11 @@ def test_weight_only(name, tile, rows):
     assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
 
 
-STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, looking ahead
+STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, several rings
     ("int8", None, stream_gpu.Blocks(64, 2)),
     ("nf4", 64, stream_gpu.Blocks(128, 2, split=2)),
-    ("int4", 32, stream_gpu.Blocks(64, 3, ahead=True)),
+    ("int4", 32, stream_gpu.Blocks(32, 2, wide=4, deep=4)),
+    ("int8", None, stream_gpu.Blocks(32, 2, wide=2, deep=2)),
 ]
 
 

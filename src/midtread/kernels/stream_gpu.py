@@ -28,37 +28,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx
+from midtread.kernels import decode_ptx, lanes_gpu
 from midtread.kernels.decode_gpu import select
 from midtread.kernels.pallas_compat import (
     alike,
-    fragments,
     interpreter,
     lane_params,
     pl,
     plgpu,
-    row_pairs,
-    store_turned,
     transposed,
 )
 from midtread.numerics.formats import Format, dtype_bits
 
-COLUMNS, GROUPS = 256, 4
+COLUMNS, GROUPS = lanes_gpu.COLUMNS, 4
 TABLE_BYTES = 256 * 32 * 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    k: int = 128  # rows of the weight in one buffer
-    stages: int = 6  # buffers
+    k: int = 64  # rows of the weight in one buffer
+    stages: int = 4  # buffers of a ring
     split: int = 1  # programs that share a sum
-    ahead: bool = False  # decode the next rows before the sums of these are waited for
+    wide: int = 1  # of a program's four accumulators, how many a warpgroup has
+    deep: int = 1  # rings, each with its own warpgroups
+    rows: int = 0  # of one wgmma call; 0: what registers bear
+    flight: int = 9  # calls that may be under way while the next is decoded
 
-    @property
-    def least(self) -> int:
-        """Buffers that it takes: one is refilled a block after it was left, and `ahead`
-        wants the next one by then."""
-        return 3 if self.ahead else 2
+    def division(self, bits: int) -> lanes_gpu.Division:
+        return lanes_gpu.Division(bits, self.wide, self.deep)
+
+    def inner(self, group: int | None) -> int:
+        """Rows that are decoded at a time."""
+        rows = self.rows or (64 if self.wide < 4 else 32)
+        return min(rows, self.k, group or rows)
 
 
 # --- whose columns are whose ------------------------------------------------------------------
@@ -94,145 +96,151 @@ def _values(p, fmt: Format):
 # --- the kernel -------------------------------------------------------------------------------
 
 
-def _body(*refs, fmt: Format, blocks: Blocks, group, num_chunks: int, native: bool):
-    """x [M, K], bytes [K, B], scale [G, N] -> out [split, M, N]."""
-    num_in = 3 if group else 2
-    looks_up = fmt.table is not None and native
-    inputs, rest = refs[:num_in], list(refs[num_in:])
-    table_gmem = rest.pop(0) if looks_up else None
-    out_gmem, *rings = rest
-    w_ring, x_ring = rings[:2]
-    full, empty, *rest = rings[num_in:]
-    table, ready = (rest.pop(0), rest.pop(0)) if looks_up else (None, None)
-    bits, stages = dtype_bits(fmt.dtype), blocks.stages
+def _body(
+    *refs, fmt: Format, blocks: Blocks, group, num_chunks: int, is_scaled: bool, native: bool
+):  # fmt: skip
+    """x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N] -> out [m, N]."""
+    refs, looks_up = list(refs), fmt.table is not None and native
+    take = lambda given: refs.pop(0) if given else None
+    x_gmem, w_gmem, scale_gmem = take(True), take(True), take(group)
+    table_gmem, last_gmem, out_gmem = take(looks_up), take(is_scaled), take(True)
+    w_ring, x_ring, scale_ring = take(True), take(True), take(group)
+    full, empty, table, ready = take(True), take(True), take(looks_up), take(looks_up)
+    aside = refs.pop(0)
+    division, stages = blocks.division(dtype_bits(fmt.dtype)), blocks.stages
     num_rows, width = x_ring.shape[1], w_ring.shape[2]
-    tile, part = lax.axis_index("tile"), lax.axis_index("part")
-    wg = lax.axis_index("wg")
+    tile, part, wg = (lax.axis_index(name) for name in ("tile", "part", "wg"))
+    across, deep, wide = division.across, division.deep, division.wide
+    ring, within = lax.div(wg, across), lax.rem(wg, across)
+    mine = lax.div(num_chunks - ring + deep - 1, deep)  # blocks of this ring
     step = min(blocks.k, group or blocks.k)  # rows under one scale
-    inner = min(64, step)  # rows of one wgmma call
-    held = None if native else rest[0]
+    inner = blocks.inner(group)
 
-    def fetch(chunk, slot):
-        row = (part * num_chunks + chunk) * blocks.k
-        rows = pl.ds(row, blocks.k)
-        barrier = full.at[slot]
-        source = inputs[1].at[rows, pl.ds(tile * width, width)]
-        plgpu.copy_gmem_to_smem(source, w_ring.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(inputs[0].at[:, rows], x_ring.at[slot], barrier)
+    def fetch(i, slot):
+        row = (part * num_chunks + i * deep + ring) * blocks.k
+        rows, at = pl.ds(row, blocks.k), ring * stages + slot
+        barrier = full.at[at]
+        source = w_gmem.at[rows, pl.ds(tile * width, width)]
+        plgpu.copy_gmem_to_smem(source, w_ring.at[at], barrier)
+        plgpu.copy_gmem_to_smem(x_gmem.at[:, rows], x_ring.at[at], barrier)
         if group:
-            some = pl.ds(lax.div(row, group), rings[2].shape[1])
-            source = inputs[2].at[some, pl.ds(tile * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, rings[2].at[slot], barrier)
+            some = pl.ds(lax.div(row, group), scale_ring.shape[1])
+            source = scale_gmem.at[some, pl.ds(tile * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, scale_ring.at[at], barrier)
 
     for slot in range(stages):
-        pl.when(wg == slot % GROUPS)(functools.partial(fetch, slot, slot))
+        is_mine = (within == slot % across) & (slot < mine)
+        pl.when(is_mine)(functools.partial(fetch, slot, slot))
 
-    def refill(chunk):
+    def refill(i):
         """The buffer that all have left, one block ago, is filled again. A barrier knows
         one waiter: the warpgroup that a buffer belongs to."""
-        slot = lax.rem(chunk, stages)
+        slot = lax.rem(i, stages)
 
-        @pl.when((chunk + stages < num_chunks) & (wg == lax.rem(slot, GROUPS)))
+        @pl.when((i + stages < mine) & (within == lax.rem(slot, across)))
         def _():
-            plgpu.barrier_wait(empty.at[slot])
-            fetch(chunk + stages, slot)
+            plgpu.barrier_wait(empty.at[ring * stages + slot])
+            fetch(i + stages, slot)
 
     if looks_up:
         pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(table_gmem, table, ready))
         plgpu.barrier_wait(ready)
 
-    def decoded(slot, start):
-        block = w_ring.at[slot, pl.ds(start, inner)]
+    def decoded(at, start):
+        block = w_ring.at[at, pl.ds(start, inner)]
         if native:
-            return fragments(block, *decode_ptx.code(fmt), bits, table)
-        return _mine(_values(block[...], fmt), bits, wg)
+            return lanes_gpu.decoded(block, *decode_ptx.code(fmt), division, table)
+        values = _values(block[...], fmt)
+        return [_mine(values, division.bits, within * wide + a) for a in range(wide)]
 
-    def multiply(acc, w, slot, start):
-        if held is not None:  # the interpreter's wgmma takes no registers
-            held[wg] = w
-            w = held.at[wg]
-        plgpu.wgmma(acc, w, transposed(x_ring.at[slot, :, pl.ds(start, inner)]))
+    def multiply(accs, at, start):
+        x = transposed(x_ring.at[at, :, pl.ds(start, inner)])
+        for a, (acc, w) in enumerate(zip(accs, decoded(at, start))):
+            if not native:  # the interpreter's wgmma takes no registers
+                aside[wg * wide + a] = w
+                w = aside.at[wg * wide + a]
+            plgpu.wgmma(acc, w, x)
 
-    def whole(chunk, acc):
-        slot = lax.rem(chunk, stages)
-        plgpu.barrier_wait(full.at[slot])
+    def whole(i, accs):
+        at = ring * stages + lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[at])
         for start in range(0, blocks.k, inner):
-            multiply(acc, decoded(slot, start), slot, start)
-            # One may still run. Two may not: the next decoding could write the registers
-            # that the older one reads.
-            plgpu.wgmma_wait(1)
-            if start == 0:  # all of the last block is done
+            multiply(accs, at, start)
+            if start and blocks.flight < 9:
+                plgpu.wgmma_wait(wide * blocks.flight)
+            if start == 0:
+                plgpu.wgmma_wait(wide)  # all of the last block is done
 
-                @pl.when(chunk > 0)
+                @pl.when(i > 0)
                 def _():
-                    plgpu.barrier_arrive(empty.at[lax.rem(chunk - 1, stages)])
+                    last = lax.rem(i - 1, stages)
+                    plgpu.barrier_arrive(empty.at[ring * stages + last])
 
-        pl.when(chunk > 0)(lambda: refill(chunk - 1))
+        pl.when(i > 0)(lambda: refill(i - 1))
 
-    def scaled(chunk, carry):
-        total, *w = carry
-        slot = lax.rem(chunk, stages)
-        if not blocks.ahead:
-            plgpu.barrier_wait(full.at[slot])
+    def scaled(i, totals):
+        at = ring * stages + lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[at])
         for g in range(blocks.k // step):
 
-            def one_group(acc, g=g, w=w):
+            def one_group(*accs, g=g):
                 for start in range(g * step, (g + 1) * step, inner):
-                    multiply(acc, w[0] if w else decoded(slot, start), slot, start)
-                    more = w and start + inner < blocks.k
-                    w = [decoded(slot, start + inner)] if more else []
-                if blocks.ahead and (g + 1) * step == blocks.k:
-                    w = [first_of(chunk + 1)]
-                return acc[...], w
+                    multiply(accs, at, start)
+                    if blocks.flight < 9:
+                        plgpu.wgmma_wait(wide * blocks.flight)
+                return [acc[...] for acc in accs]
 
-            accumulator = plgpu.ACC((64, num_rows), jnp.float32)
-            sums, w = pl.run_scoped(one_group, accumulator)
-            s = _scales(rings[2].at[slot, g], bits, wg, native)
-            total = total + sums * lax.broadcast_in_dim(s, sums.shape, [0])
-        plgpu.barrier_arrive(empty.at[slot])
-        pl.when(chunk > 0)(lambda: refill(chunk - 1))
-        return total, *w
+            sums = pl.run_scoped(one_group, *accumulators)
+            some = _scales(scale_ring.at[at, g], division, within, native)
+            totals = [
+                total + one * lax.broadcast_in_dim(s, one.shape, [0])
+                for total, one, s in zip(totals, sums, some)
+            ]
+        plgpu.barrier_arrive(empty.at[at])
+        pl.when(i > 0)(lambda: refill(i - 1))
+        return totals
 
-    def first_of(chunk):
-        """The first rows of a block, decoded once they are there; old ones at the end."""
-        slot = lax.rem(chunk, stages)
-        pl.when(chunk < num_chunks)(lambda: plgpu.barrier_wait(full.at[slot]))
-        return decoded(slot, 0)
-
+    accumulators = [plgpu.ACC((64, num_rows), jnp.float32)] * wide
     if group:
         zero = jnp.zeros((64, num_rows), jnp.float32)
         if native:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-        first = [first_of(jnp.int32(0))] if blocks.ahead else []
-        total, *_ = lax.fori_loop(0, num_chunks, scaled, (zero, *first))
+        sums = lax.fori_loop(0, mine, scaled, [zero] * wide)
     else:
 
-        def over_all(acc):
-            lax.fori_loop(0, num_chunks, lambda i, _: whole(i, acc), None)
-            return acc[...]
+        def over_all(*accs):
+            lax.fori_loop(0, mine, lambda i, _: whole(i, accs), None)
+            return [acc[...] for acc in accs]
 
-        total = pl.run_scoped(over_all, plgpu.ACC((64, num_rows), jnp.float32))
+        sums = pl.run_scoped(over_all, *accumulators)
     if native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
-        store_turned(out_gmem.at[part, :, columns], total, bits)
+        last = last_gmem.at[:, columns] if is_scaled else None
+        out = out_gmem.at[:, columns]
+        lanes_gpu.finish(out, w_ring, aside, sums, last, division, blocks.split)
     else:
-        out_gmem[part, tile, wg] = total
+        for a, one in enumerate(sums):
+            out_gmem[part, ring, tile, within * wide + a] = one
 
 
-def _scales(ref, bits: int, wg, native: bool):
-    """This warpgroup's 64 scales of a program's 256, in float32."""
+def _scales(ref, division, within, native: bool):
+    """A warpgroup's 64 scales for each of its accumulators, in float32."""
     if native:
-        return row_pairs(ref, bits)
-    return _mine(ref[...].astype(jnp.float32)[None], bits, wg)[:, 0]
+        return lanes_gpu.scales(ref, division)
+    values = ref[...].astype(jnp.float32)[None]
+    mine = [within * division.wide + a for a in range(division.wide)]
+    return [_mine(values, division.bits, j)[:, 0] for j in mine]
 
 
 def stream_matmul(
     x_MK: jax.Array,
     bytes_KB: jax.Array,
     scale_GN: jax.Array | None,
+    last_N: jax.Array | None = None,
     *,
     fmt: Format,
     blocks: Blocks,
+    dtype=jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
     """[M, N] in float32: x times the codes' values, group scales applied."""
@@ -244,49 +252,62 @@ def stream_matmul(
     x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
     tiles = num_n // COLUMNS
     num_chunks = k // (blocks.k * blocks.split)
-    stages = min(blocks.stages, num_chunks)
-    assert stages >= min(num_chunks, blocks.least), (num_chunks, blocks)
+    division, inner = blocks.division(bits), blocks.inner(group)
+    stages = min(blocks.stages, -(-num_chunks // blocks.deep))
     blocks = dataclasses.replace(blocks, stages=stages)
-    inner = min(64, blocks.k, group or 64)  # columns of x in a row of its pattern
+    buffers = stages * blocks.deep
     in_order = lambda columns, swizzle: (
         plgpu.TilingTransform((8, columns)),
         plgpu.SwizzleTransform(swizzle),
     )
     width, x_order = COLUMNS * bits // 8, in_order(inner, inner * 2)
     scratch = [
-        plgpu.SMEM((stages, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
-        plgpu.SMEM((stages, padded, blocks.k), x_MK.dtype, transforms=x_order),
+        plgpu.SMEM((buffers, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
+        plgpu.SMEM((buffers, padded, blocks.k), x_MK.dtype, transforms=x_order),
     ]
     args = [x_MK, bytes_KB]
     if group:
         count = max(1, blocks.k // group)
-        scratch.append(plgpu.SMEM((stages, count, COLUMNS), scale_GN.dtype))
+        scratch.append(plgpu.SMEM((buffers, count, COLUMNS), scale_GN.dtype))
         args.append(scale_GN)
     scratch += [
-        plgpu.Barrier(num_arrivals=len(args), num_barriers=stages),
-        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=len(args), num_barriers=buffers),
+        plgpu.Barrier(num_arrivals=division.across, num_barriers=buffers),
     ]
     if fmt.table is not None and not interpret:
         args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
         scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
-    out, extra = (blocks.split, padded, num_n), {}
+    is_scaled = last_N is not None
+    if is_scaled and not interpret:
+        args.append(last_N.reshape(1, num_n))
+    mesh: dict = {"grid": (tiles,), "grid_names": ("tile",)}
     if interpret:
-        scratch.append(plgpu.SMEM((GROUPS, 64, inner), x_MK.dtype))
-        out, extra = (blocks.split, tiles, GROUPS, 64, padded), interpreter()
+        scratch.append(plgpu.SMEM((division.groups * blocks.wide, 64, inner), x_MK.dtype))
+        out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
+        mesh = {"grid": (tiles, blocks.split), "grid_names": ("tile", "part")}
+        mesh |= interpreter()
+    else:
+        scratch.append(plgpu.SMEM((padded, lanes_gpu.PITCH), jnp.float32))
+        out = (m, num_n), dtype
+        mesh |= {"cluster": (blocks.split,), "cluster_names": ("part",)}
     how = {"fmt": fmt, "blocks": blocks, "group": group, "num_chunks": num_chunks}
+    how |= {"is_scaled": is_scaled and not interpret, "native": not interpret}
     kernel = plgpu.kernel(
-        functools.partial(_body, **how, native=not interpret),
-        out_type=jax.ShapeDtypeStruct(out, jnp.float32),
-        grid=(tiles, blocks.split),
-        grid_names=("tile", "part"),
-        num_threads=GROUPS,
+        functools.partial(_body, **how),
+        out_type=jax.ShapeDtypeStruct(*out),
+        num_threads=division.groups,
         thread_name="wg",
         scratch_types=scratch,
         compiler_params=lane_params(),
-        **extra,
+        **mesh,
     )
-    out = jnp.sum(kernel(*alike(*args)), 0)
-    return (_in_order(out, bits) if interpret else out)[:m]
+    out = kernel(*alike(*args))
+    if not interpret:
+        return out
+    out = _in_order(jnp.sum(out, (0, 1)), bits)[:m]
+    if is_scaled:
+        out = out * last_N.astype(jnp.float32).reshape(1, num_n)
+    return out.astype(dtype)
 
 
 def _in_order(out, bits: int):
