@@ -13,10 +13,14 @@ of the weight rows 2c and 2c + 1, and of accumulator j
     4 bits   columns  64 w + 8 g + 2 j + (0, 1)                 one byte of each row
     8 bits   columns  128 (j / 2) + 32 w + 4 g + 2 (j % 2) + (0, 1)
 
-A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups share the sum.
+A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups, 1 or `wide`, share
+the sum. In the end a sum changes hands twice, both times in shared memory that the weight has
+left: between sets of warpgroups, so that each holds one accumulator whole, and between the
+programs of a cluster, each of which adds up and writes its share of the rows.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -104,13 +108,12 @@ def _at(ref, offset):
 
 def _asm(results: list, code: str, given: list, kinds: str):
     """Inline PTX with an effect on memory; its results."""
-    if not results:
-        kind, out = ir.Type.parse("!llvm.void"), None
-    else:
+    kind = ir.Type.parse("!llvm.void")
+    if results:
         kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
-    out = llvm.inline_asm(
-        kind, given, code, kinds + (",~{memory}" if kinds else "~{memory}"), has_side_effects=True, asm_dialect=0
-    )
+    kinds = ",".join([kinds, "~{memory}"]) if kinds else "~{memory}"
+    how = {"has_side_effects": True, "asm_dialect": 0}
+    out = llvm.inline_asm(kind, given, code, kinds, **how)
     if len(results) < 2:
         return [out]
     return [llvm.extractvalue(t, out, [i]) for i, t in enumerate(results)]
@@ -200,9 +203,7 @@ def scales(ref: Any, division: Division) -> list[jax.Array]:
     one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
     size = jnp.dtype(ref.dtype).itemsize
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=[one] * division.wide
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * division.wide)
     def load(ctx, ref):
         del ctx
         vector = ir.VectorType.get((1,), ir.F32Type.get())
@@ -230,61 +231,66 @@ def _pair(start, size: int):
 
 # --- the result -------------------------------------------------------------------------------
 
-PITCH = COLUMNS + 2  # words between rows of the result in shared memory: lanes meet no bank
+PITCH = (
+    COLUMNS + 2
+)  # words between rows of the result in shared memory: lanes meet no bank
 
 
 def finish(
     out: Any, ring: Any, aside: Any, sums: list[jax.Array], scale: Any,
-    division: Division, split: int,
+    division: Division, programs: int,
 ) -> None:  # fmt: skip
     """Adds up what warpgroups and programs of a cluster have, and writes rows [m, 256].
 
     Args:
-        ring: shared memory that nobody needs any more, for sums to change hands in.
+        ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
         aside: [rows, PITCH] float32 in shared memory.
-        scale: of columns, in memory; None for none.
+        scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
+        programs: of a cluster.
     """
     refs = [out, ring, aside] + ([] if scale is None else [scale])
-    m, stride = out.shape[0], out.ref.shape[-1]
-    is_wide = jnp.dtype(out.dtype).itemsize == 4
+    m, stride, padded = out.shape[0], out.ref.shape[-1], aside.shape[0]
+    size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
-    types = [plgpu.RefType(), plgpu.RefType(SWIZZLED)] + [plgpu.RefType()] * (len(refs) - 2)
+    types: list[Any] = [plgpu.RefType() for _ in refs]
+    types[1] = plgpu.RefType(SWIZZLED)
     types += [plgpu.Layout.WGMMA] * len(sums)
-    padded = aside.shape[0]
+    total = padded * (COLUMNS // 2)  # pairs of neighbours
+    share = -(-total // programs)
 
     @plgpu.inline_mgpu(arg_types=types)
     def run(ctx, out, ring, aside, *rest):
         del ctx
         scale, sums = rest[: len(refs) - 3], rest[len(refs) - 3 :]
-        held = [_words(s) for s in sums]
-        owned = list(zip(division.mine(), held))
+        owned = list(zip(division.mine(), [_words(s) for s in sums]))
         if division.deep > 1:
+            needed = division.deep * COLUMNS * padded * 4
+            assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
             owned = [_exchange(ring, owned, division)]
         for j, words in owned:
             _put(aside, division.place(j)[0], words, padded)
-        count = padded * (COLUMNS // 2) // split
-        threads = division.groups * 128
         (rank,) = _asm([_i32()], "mov.u32 $0, %cluster_ctarank;", [], "=r")
+        start = _times(rank, share)
         found = []
-        for start in range(0, count, threads):
-            e = _plus(mgpu.thread_idx(), start)
-            within = arith.minui(e, _value(count - 1))
-            place = _element(within, rank, padded, split)
+        for ahead in range(0, share, division.groups * 128):
+            e = _plus(mgpu.thread_idx(), ahead)
+            pair = arith.minui(_plus(start, e), _value(total - 1))
+            row, column, offset = _element(pair, padded)
             factors = None
-            if scale:
-                at = _at(scale[0], _times(place[1], scale_size))
+            if scale:  # asked for before the others are waited for
+                at = _at(scale[0], _times(column, scale_size))
                 f32 = ir.F32Type.get()
                 factors = [mgpu.utils.bitcast(w, f32) for w in _pair(at, scale_size)]
-            found.append((e, place, factors))
+            found.append((e, row, column, offset, factors))
         _meet()
-        for e, (row, column, offset), factors in found:
-            both = _gather(aside, offset, split)
+        for e, row, column, offset, factors in found:
+            both = _gather(aside, offset, programs)
             if factors:
                 both = [arith.mulf(v, f) for v, f in zip(both, factors)]
-            index = _plus(_times(row, stride), column)
-            address = _at(out, _times(index, 4 if is_wide else 2))
-            _write(address, both, row, m, e, count, is_wide)
-        if split > 1:
+            address = _at(out, _times(_plus(_times(row, stride), column), size))
+            limits = (row, m), (e, share), (_plus(start, e), total)
+            _write(address, both, limits, size)
+        if programs > 1:
             _meet()  # nobody leaves while others read its shared memory
 
     run(*refs, *sums)
@@ -299,7 +305,9 @@ def _words(array):
 
 def _meet():
     """All threads of all programs of the cluster."""
-    code = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    code = (
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    )
     _asm([], code, [], "")
 
 
@@ -354,35 +362,42 @@ def _put(aside, column, words, padded: int):
             llvm.store(packed, _at(aside, _times(offset, 4)))
 
 
-def _element(e, rank, padded: int, split: int):
-    """(row, column, byte in `aside`) of the e-th pair of a program's share."""
-    each = COLUMNS // 2 // split
-    place = _shifted(e, each.bit_length() - 1)
-    column = _times(_plus(_times(rank, each), _modulo(e, each)), 2)
-    half = padded // 2
+def _element(pair, padded: int):
+    """(row, column, byte in `aside`) of a pair of neighbours in the result."""
+    each, half = COLUMNS // 2, padded // 2
+    place = _shifted(pair, each.bit_length() - 1)
+    column = _times(_modulo(pair, each), 2)
     odd = arith.extui(_i32(), arith.cmpi(arith.CmpIPredicate.uge, place, _value(half)))
     row = _plus(_times(_plus(place, _times(odd, -half)), 2), odd)
     return row, column, _times(_plus(_times(place, PITCH), column), 4)
 
 
-def _gather(aside, offset, split: int):
+_FETCH = """{ .reg .b32 a; mapa.shared::cluster.u32 a, $2, $3;
+    ld.shared::cluster.v2.f32 {$0, $1}, [a]; }"""
+
+
+def _gather(aside, offset, programs: int):
     """Two neighbours, added up over the programs of a cluster."""
-    i32, f32 = _i32(), ir.F32Type.get()
-    local = llvm.ptrtoint(i32, _at(aside, offset))
+    f32 = ir.F32Type.get()
+    local = llvm.ptrtoint(_i32(), _at(aside, offset))
     total = None
-    for rank in range(split):
-        code = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $2, $3; ld.shared::cluster.v2.f32 {$0, $1}, [a]; }"
-        found = _asm([f32, f32], code, [local, _value(rank)], "=f,=f,r,r")
-        total = found if total is None else [arith.addf(a, b) for a, b in zip(total, found)]
+    for rank in range(programs):
+        found = _asm([f32, f32], _FETCH, [local, _value(rank)], "=f,=f,r,r")
+        total = found if total is None else [arith.addf(*v) for v in zip(total, found)]
     return total
 
 
-def _write(address, both, row, m: int, e, count: int, is_wide: bool):
-    store = "@p st.global.v2.f32 [$0], {$1, $2};"
-    if not is_wide:
-        store = ".reg .b32 v; cvt.rn.bf16x2.f32 v, $2, $1; @p st.global.b32 [$0], v;"
-    code = (
-        f"{{ .reg .pred p; setp.lt.u32 p, $3, {m}; setp.lt.and.u32 p, $4, {count}, p; "
-        f"{store} }}"
-    )
-    _asm([], code, [address, *both, _value(row), _value(e)], "l,f,f,r,r")
+_STORE = {
+    4: "@p st.global.v2.f32 [$0], {$1, $2};",
+    2: ".reg .b32 v; cvt.rn.bf16x2.f32 v, $2, $1; @p st.global.b32 [$0], v;",
+}
+
+
+def _write(address, both, limits, size: int):
+    """Two neighbours in float32 or bfloat16, if every number is below its limit."""
+    (_, m), (_, share), (_, total) = limits
+    code = f"""{{ .reg .pred p; setp.lt.u32 p, $3, {m};
+        setp.lt.and.u32 p, $4, {share}, p; setp.lt.and.u32 p, $5, {total}, p;
+        {_STORE[size]} }}"""
+    given = [address, *both, *(_value(number) for number, _ in limits)]
+    _asm([], code, given, "l,f,f,r,r,r")

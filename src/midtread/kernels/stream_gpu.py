@@ -7,18 +7,27 @@ one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the t
 decoded it, and 64 rows cost as many instructions as one.
 
 A program owns 256 columns of the weight (as Flax stores it, [k, n] with n along the
-memory) and a part of the sum. The copy engine brings blocks of `k` rows into a ring of
-buffers; four warpgroups read them, each 64 of the columns. wgmma wants pairs of
-neighbours along k in one register, and they lie in two rows: a byte permute takes one
-byte of each. Which 64 columns a warpgroup takes is free, so it takes those that this
-permute yields: every fourth pair. `order` tells which they were.
+memory) and a part of the sum. The copy engine brings blocks of `k` rows into rings of
+buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
+sets of warpgroups take turns at the blocks, each with a ring of its own:
 
-    lane (warp w, g, c) of warpgroup j holds, of every 8 rows, rows 2c and 2c + 1 of
-    4 bits   columns  64 w + 8 g + 2 j + (0, 1)                 one byte of each row
-    8 bits   columns  128 (j / 2) + 32 w + 4 g + 2 (j % 2) + (0, 1)
+    wide 1, deep 1    four warpgroups read every block, each for 64 columns
+    wide 4, deep 4    four rings; a word that is read once gives all its columns, and no
+                      warpgroup waits for another: best for 4 bits and a few rows
+
+wgmma wants pairs of neighbours along k in one register, and they lie in two rows: a byte
+permute takes one byte of each. Which 64 columns an accumulator takes is free, so it takes
+those that this permute yields (lanes_gpu.py); `order` tells which they were.
+
+wgmma is asynchronous and reads its registers when it comes to it. So nothing may be decoded
+into registers of a multiplication that was not waited for: a block is decoded in two pieces
+at least, and when one is begun only the piece before it may be under way.
 
 Each group of a scale is a sum of its own in the tensor cores, scaled and added in float32.
-Programs that share a column write float32 parts, which XLA adds up in whatever it does next.
+Programs that share a column form a cluster and read each other's shared memory to add up,
+scale, cast and write the result. Not all may: an H200's multiprocessors sit in groups of 16
+or 18 less some, and 16 clusters of 8 ran one after another (twice the time). What a cluster
+does not hold is written as float32 parts, which XLA adds up in whatever it does next.
 """
 
 import dataclasses
@@ -42,25 +51,33 @@ from midtread.numerics.formats import Format, dtype_bits
 
 COLUMNS, GROUPS = lanes_gpu.COLUMNS, 4
 TABLE_BYTES = 256 * 32 * 4
+FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     k: int = 64  # rows of the weight in one buffer
-    stages: int = 4  # buffers of a ring
-    split: int = 1  # programs that share a sum
+    stages: int = 4  # buffers of a ring, 2 or more
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
-    deep: int = 1  # rings, each with its own warpgroups
-    rows: int = 0  # of one wgmma call; 0: what registers bear
-    flight: int = 9  # calls that may be under way while the next is decoded
+    deep: int = 1  # rings, each with its own warpgroups: 1 or `wide`
+    split: int = 1  # programs that share a sum
+    cluster: int = 1  # of them that add up among themselves
 
     def division(self, bits: int) -> lanes_gpu.Division:
         return lanes_gpu.Division(bits, self.wide, self.deep)
 
-    def inner(self, group: int | None) -> int:
-        """Rows that are decoded at a time."""
-        rows = self.rows or (64 if self.wide < 4 else 32)
-        return min(rows, self.k, group or rows)
+    def piece(self, group: int | None) -> int:
+        """Rows that are decoded at a time: what registers bear, half a block at most."""
+        return min(64 if self.wide < 4 else 32, group or self.k // 2, self.k)
+
+    def num_bytes(self, fmt: Format, rows: int, group: int | None) -> int:
+        """Of shared memory."""
+        padded = -(-rows // 8) * 8
+        num_scales = max(1, self.k // (group or self.k))
+        size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
+        size += COLUMNS * 4 * num_scales
+        beside = 0 if fmt.table is None else TABLE_BYTES
+        return size * self.stages * self.deep + beside + padded * lanes_gpu.PITCH * 4
 
 
 # --- whose columns are whose ------------------------------------------------------------------
@@ -109,12 +126,15 @@ def _body(
     aside = refs.pop(0)
     division, stages = blocks.division(dtype_bits(fmt.dtype)), blocks.stages
     num_rows, width = x_ring.shape[1], w_ring.shape[2]
-    tile, part, wg = (lax.axis_index(name) for name in ("tile", "part", "wg"))
+    tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
+    share = lax.axis_index("share")
+    part = share * blocks.cluster + lax.axis_index("part")
     across, deep, wide = division.across, division.deep, division.wide
     ring, within = lax.div(wg, across), lax.rem(wg, across)
     mine = lax.div(num_chunks - ring + deep - 1, deep)  # blocks of this ring
     step = min(blocks.k, group or blocks.k)  # rows under one scale
-    inner = blocks.inner(group)
+    inner = blocks.piece(group)
+    running = wide if wide < 4 else 0  # multiplications while the next piece is decoded
 
     def fetch(i, slot):
         row = (part * num_chunks + i * deep + ring) * blocks.k
@@ -122,7 +142,10 @@ def _body(
         barrier = full.at[at]
         source = w_gmem.at[rows, pl.ds(tile * width, width)]
         plgpu.copy_gmem_to_smem(source, w_ring.at[at], barrier)
-        plgpu.copy_gmem_to_smem(x_gmem.at[:, rows], x_ring.at[at], barrier)
+        # row 0, but Pallas must not know: it refuses to read beyond the last row, which the
+        # copy engine fills up with zeros
+        source = x_gmem.at[pl.ds(share * 0, num_rows), rows]
+        plgpu.copy_gmem_to_smem(source, x_ring.at[at], barrier)
         if group:
             some = pl.ds(lax.div(row, group), scale_ring.shape[1])
             source = scale_gmem.at[some, pl.ds(tile * COLUMNS, COLUMNS)]
@@ -166,10 +189,8 @@ def _body(
         plgpu.barrier_wait(full.at[at])
         for start in range(0, blocks.k, inner):
             multiply(accs, at, start)
-            if start and blocks.flight < 9:
-                plgpu.wgmma_wait(wide * blocks.flight)
-            if start == 0:
-                plgpu.wgmma_wait(wide)  # all of the last block is done
+            plgpu.wgmma_wait(running)  # nothing reads the registers of the next piece
+            if start == 0:  # all of the last block is done
 
                 @pl.when(i > 0)
                 def _():
@@ -186,8 +207,7 @@ def _body(
             def one_group(*accs, g=g):
                 for start in range(g * step, (g + 1) * step, inner):
                     multiply(accs, at, start)
-                    if blocks.flight < 9:
-                        plgpu.wgmma_wait(wide * blocks.flight)
+                    plgpu.wgmma_wait(running)
                 return [acc[...] for acc in accs]
 
             sums = pl.run_scoped(one_group, *accumulators)
@@ -216,8 +236,8 @@ def _body(
     if native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
         last = last_gmem.at[:, columns] if is_scaled else None
-        out = out_gmem.at[:, columns]
-        lanes_gpu.finish(out, w_ring, aside, sums, last, division, blocks.split)
+        out = out_gmem.at[share, :, columns]
+        lanes_gpu.finish(out, w_ring, aside, sums, last, division, blocks.cluster)
     else:
         for a, one in enumerate(sums):
             out_gmem[part, ring, tile, within * wide + a] = one
@@ -243,55 +263,45 @@ def stream_matmul(
     dtype=jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in float32: x times the codes' values, group scales applied."""
+    """[M, N]: x times the codes' values, scaled in float32 and cast once.
+
+    Args:
+        scale_GN: of groups of rows, in float32 or bfloat16.
+        last_N: of columns, likewise.
+        dtype: of the result, float32 or bfloat16.
+    """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
     assert k % (blocks.k * blocks.split) == 0, (k, blocks)
+    assert blocks.split % blocks.cluster == 0, blocks
     num_n = bytes_KB.shape[1] * 8 // bits
+    shares, tiles = blocks.split // blocks.cluster, num_n // COLUMNS
     group = None if scale_GN is None else k // scale_GN.shape[0]
     padded = -(-m // 8) * 8
-    x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
-    tiles = num_n // COLUMNS
-    num_chunks = k // (blocks.k * blocks.split)
-    division, inner = blocks.division(bits), blocks.inner(group)
-    stages = min(blocks.stages, -(-num_chunks // blocks.deep))
-    blocks = dataclasses.replace(blocks, stages=stages)
-    buffers = stages * blocks.deep
-    in_order = lambda columns, swizzle: (
-        plgpu.TilingTransform((8, columns)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-    width, x_order = COLUMNS * bits // 8, in_order(inner, inner * 2)
-    scratch = [
-        plgpu.SMEM((buffers, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
-        plgpu.SMEM((buffers, padded, blocks.k), x_MK.dtype, transforms=x_order),
-    ]
+    if interpret or m > FILLED:
+        x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
     args = [x_MK, bytes_KB]
-    if group:
-        count = max(1, blocks.k // group)
-        scratch.append(plgpu.SMEM((buffers, count, COLUMNS), scale_GN.dtype))
-        args.append(scale_GN)
-    scratch += [
-        plgpu.Barrier(num_arrivals=len(args), num_barriers=buffers),
-        plgpu.Barrier(num_arrivals=division.across, num_barriers=buffers),
-    ]
+    args += [] if scale_GN is None else [scale_GN]
+    scratch = _rings(blocks, fmt, padded, scale_GN, group)
     if fmt.table is not None and not interpret:
         args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
         scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
-    is_scaled = last_N is not None
-    if is_scaled and not interpret:
+    in_kernel = last_N is not None and shares == 1 and not interpret
+    if in_kernel:
         args.append(last_N.reshape(1, num_n))
-    mesh: dict = {"grid": (tiles,), "grid_names": ("tile",)}
-    if interpret:
-        scratch.append(plgpu.SMEM((division.groups * blocks.wide, 64, inner), x_MK.dtype))
+    division = blocks.division(bits)
+    mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
+    if interpret:  # which knows no clusters
+        each = division.groups * blocks.wide, 64, blocks.piece(group)
+        scratch.append(plgpu.SMEM(each, x_MK.dtype))
         out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
-        mesh = {"grid": (tiles, blocks.split), "grid_names": ("tile", "part")}
-        mesh |= interpreter()
+        mesh = {"grid": (tiles, shares, blocks.cluster)}
+        mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
     else:
         scratch.append(plgpu.SMEM((padded, lanes_gpu.PITCH), jnp.float32))
-        out = (m, num_n), dtype
-        mesh |= {"cluster": (blocks.split,), "cluster_names": ("part",)}
-    how = {"fmt": fmt, "blocks": blocks, "group": group, "num_chunks": num_chunks}
-    how |= {"is_scaled": is_scaled and not interpret, "native": not interpret}
+        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
+        mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
+    how = {"fmt": fmt, "blocks": blocks, "group": group, "is_scaled": in_kernel}
+    how |= {"num_chunks": k // (blocks.k * blocks.split), "native": not interpret}
     kernel = plgpu.kernel(
         functools.partial(_body, **how),
         out_type=jax.ShapeDtypeStruct(*out),
@@ -302,12 +312,33 @@ def stream_matmul(
         **mesh,
     )
     out = kernel(*alike(*args))
-    if not interpret:
-        return out
-    out = _in_order(jnp.sum(out, (0, 1)), bits)[:m]
-    if is_scaled:
+    out = _in_order(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
+    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
+    if last_N is not None and not in_kernel:
         out = out * last_N.astype(jnp.float32).reshape(1, num_n)
     return out.astype(dtype)
+
+
+def _rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
+    """Buffers for the weight, x and scales of groups, and their barriers."""
+    bits, inner = dtype_bits(fmt.dtype), blocks.piece(group)
+    buffers = blocks.stages * blocks.deep
+    in_order = lambda columns, swizzle: (
+        plgpu.TilingTransform((8, columns)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    width, x_order = COLUMNS * bits // 8, in_order(inner, inner * 2)
+    rings: list = [
+        plgpu.SMEM((buffers, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
+        plgpu.SMEM((buffers, padded, blocks.k), jnp.bfloat16, transforms=x_order),
+    ]
+    if scale is not None:
+        count = max(1, blocks.k // group)
+        rings.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
+    return rings + [
+        plgpu.Barrier(num_arrivals=len(rings), num_barriers=buffers),
+        plgpu.Barrier(num_arrivals=blocks.division(bits).across, num_barriers=buffers),
+    ]
 
 
 def _in_order(out, bits: int):
