@@ -32,12 +32,13 @@ does not hold is written as float32 parts, which XLA adds up in whatever it does
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx, lanes_gpu
+from midtread.kernels import decode_ptx, lanes_gpu, turn_gpu
 from midtread.kernels.decode_gpu import select
 from midtread.kernels.pallas_compat import (
     alike,
@@ -77,7 +78,7 @@ class Blocks:
         size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
         size += COLUMNS * 4 * num_scales
         beside = 0 if fmt.table is None else TABLE_BYTES
-        return size * self.stages * self.deep + beside + padded * lanes_gpu.PITCH * 4
+        return size * self.stages * self.deep + beside + padded * turn_gpu.PITCH * 4
 
 
 # --- whose columns are whose ------------------------------------------------------------------
@@ -118,7 +119,7 @@ def _body(
 ):  # fmt: skip
     """x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N] -> out [m, N]."""
     refs, looks_up = list(refs), fmt.table is not None and native
-    take = lambda given: refs.pop(0) if given else None
+    take: Any = lambda given: refs.pop(0) if given else None
     x_gmem, w_gmem, scale_gmem = take(True), take(True), take(group)
     table_gmem, last_gmem, out_gmem = take(looks_up), take(is_scaled), take(True)
     w_ring, x_ring, scale_ring = take(True), take(True), take(group)
@@ -235,9 +236,9 @@ def _body(
         sums = pl.run_scoped(over_all, *accumulators)
     if native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
-        last = last_gmem.at[:, columns] if is_scaled else None
+        last = None if last_gmem is None else last_gmem.at[:, columns]
         out = out_gmem.at[share, :, columns]
-        lanes_gpu.finish(out, w_ring, aside, sums, last, division, blocks.cluster)
+        turn_gpu.finish(out, w_ring, aside, sums, last, division, blocks.cluster)
     else:
         for a, one in enumerate(sums):
             out_gmem[part, ring, tile, within * wide + a] = one
@@ -297,7 +298,7 @@ def stream_matmul(
         mesh = {"grid": (tiles, shares, blocks.cluster)}
         mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
     else:
-        scratch.append(plgpu.SMEM((padded, lanes_gpu.PITCH), jnp.float32))
+        scratch.append(plgpu.SMEM((padded, turn_gpu.PITCH), jnp.float32))
         out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
         mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
     how = {"fmt": fmt, "blocks": blocks, "group": group, "is_scaled": in_kernel}
