@@ -100,19 +100,26 @@ FORMATS = [
 FORMATS += [("int4", 32), ("int4", 64), ("int4", 128), ("nf4", 64)]
 
 
-# 768 columns in bfloat16 are streamed on Hopper; the others go by Triton
+# Multiples of 256 columns in bfloat16 are streamed on Hopper: the sum in clusters and parts,
+# in one cluster, in many parts. The others go by Triton.
 @pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [(jnp.bfloat16, 768), (jnp.bfloat16, 896), (jnp.float16, 896)],
+    ("dtype", "k", "columns"),
+    [
+        (jnp.bfloat16, 2048, 768),
+        (jnp.bfloat16, 1792, 4096),
+        (jnp.bfloat16, 7168, 512),
+        (jnp.bfloat16, 2048, 896),
+        (jnp.float16, 2048, 896),
+    ],
 )
 @pytest.mark.parametrize(("name", "tile"), FORMATS)
-def test_few_rows(name, tile, dtype, columns):
+def test_few_rows(name, tile, dtype, k, columns):
     tiles = {0: tile} if tile else {}
-    w = random(1, 2048, columns, dtype=dtype)
+    w = random(1, k, columns, dtype=dtype)
     w = mt.quantize(w, name, channelwise_axes=[1], tiled_axes=tiles)
     exact = mt.dequantize(w, jnp.float32)
     for rows in (1, 2, 3, 16, 17, 64):
-        x = random(rows, rows, 2048, dtype=dtype)
+        x = random(rows, rows, k, dtype=dtype)
         want = jnp.dot(x.astype(jnp.float32), exact, precision="highest")
         assert error(by_kernel(mt.dot, x, w), want) < 5e-3
 

@@ -135,7 +135,7 @@ def scaled(
     Args:
         tiles: the number of tiles of each summed label that scales vary along.
     """
-    out = few_rows(labels, lhs, rhs)
+    out = few_rows(labels, lhs, rhs, dtype)
     if out is not None:
         return out
     reason = why_not_scaled(labels, lhs, rhs, tiles)
@@ -388,8 +388,8 @@ def _weight_dot(
         reason = _few_rows().why_not_weight(*how)
     if not _taken(reason, f"these rows by a weight of {fmt.name}"):
         return None
-    out = _few_rows().weight(x_MK, codes, inner, fmt, summed, _interpret(), hopper)
-    return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
+    how = (fmt, summed, dtype, _interpret(), hopper)
+    return _few_rows().weight(x_MK, codes, inner, last, *how)
 
 
 def _many_rows(x_MK, w: QArray, matrix, inner, last, dtype) -> jax.Array | None:
@@ -411,7 +411,9 @@ def _many_rows(x_MK, w: QArray, matrix, inner, last, dtype) -> jax.Array | None:
     return _many_rows_kernels().weight(x_MK, codes, scale, fmt, dtype, False)
 
 
-def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
+def few_rows(
+    labels: tuple[Labels, Labels, Labels], lhs, rhs, dtype=jnp.float32
+) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
     side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
@@ -432,7 +434,8 @@ def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | Non
         few, factor = x.qvalue.astype(jnp.bfloat16), x.scale
     else:
         few = views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape)
-    out = weight_only(*labels, *((few, w) if side == 0 else (w, few)))
+    how = {"dtype": dtype if factor is None else jnp.float32}
+    out = weight_only(*labels, *((few, w) if side == 0 else (w, few)), **how)
     if out is None or factor is None:
         return out
     order = sorted(
