@@ -19,11 +19,12 @@ Made by `python benchmarks/matrix.py --write`; a test keeps it current.
 
 **kernel**: ours ([how](how-a-quantized-matmul-runs.md)). **XLA**: a matmul in this format,
 by XLA. **wider**: XLA multiplies in the type named, which holds every code exactly; fewer
-bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations. Experts
-are `ragged_dot` with both operands in the format, 64 rows a group or more; a KV cache is
-that of `midtread generate`, one token at a time.
+bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations; more
+than 64 rows have a kernel on Hopper, in bfloat16. Experts are `ragged_dot` with both
+operands in the format, 64 rows a group or more; a KV cache is that of `midtread generate`,
+one token at a time.
 
-| format | bits | weight-only, up to 64 rows: NVIDIA | weight-only: elsewhere | both operands, more rows: Hopper | both operands: elsewhere | experts: Hopper | KV cache: NVIDIA |
+| format | bits | weight-only: NVIDIA | weight-only: elsewhere | both operands, more rows: Hopper | both operands: elsewhere | experts: Hopper | KV cache: NVIDIA |
 |---|---|---|---|---|---|---|---|
 """
 

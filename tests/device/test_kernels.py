@@ -100,21 +100,52 @@ FORMATS = [
 FORMATS += [("int4", 32), ("int4", 64), ("int4", 128), ("nf4", 64)]
 
 
-# 768 columns in bfloat16 are streamed on Hopper; the others go by Triton
+# Multiples of 256 columns in bfloat16 are streamed on Hopper: the sum in clusters and parts,
+# in one cluster, in many parts. The others go by Triton.
 @pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [(jnp.bfloat16, 768), (jnp.bfloat16, 896), (jnp.float16, 896)],
+    ("dtype", "k", "columns"),
+    [
+        (jnp.bfloat16, 2048, 768),
+        (jnp.bfloat16, 1792, 4096),
+        (jnp.bfloat16, 7168, 512),
+        (jnp.bfloat16, 2048, 896),
+        (jnp.float16, 2048, 896),
+    ],
 )
 @pytest.mark.parametrize(("name", "tile"), FORMATS)
-def test_few_rows(name, tile, dtype, columns):
+def test_few_rows(name, tile, dtype, k, columns):
     tiles = {0: tile} if tile else {}
-    w = random(1, 2048, columns, dtype=dtype)
+    w = random(1, k, columns, dtype=dtype)
     w = mt.quantize(w, name, channelwise_axes=[1], tiled_axes=tiles)
     exact = mt.dequantize(w, jnp.float32)
     for rows in (1, 2, 3, 16, 17, 64):
-        x = random(rows, rows, 2048, dtype=dtype)
+        x = random(rows, rows, k, dtype=dtype)
         want = jnp.dot(x.astype(jnp.float32), exact, precision="highest")
         assert error(by_kernel(mt.dot, x, w), want) < 5e-3
+
+
+@pytest.mark.parametrize(("name", "tile"), FORMATS)
+def test_many_rows(name, tile):
+    """Hopper: blocks that are not full, sums that programs share, and again the same bits."""
+    tiles = {0: tile} if tile else {}
+    for rows, columns in [(65, 512), (300, 768), (1000, 512)]:
+        w = random(1, 1152, columns)
+        w = mt.quantize(w, name, channelwise_axes=[1], tiled_axes=tiles)
+        x, exact = random(rows, rows, 1152), mt.dequantize(w, jnp.float32)
+        want = jnp.dot(x.astype(jnp.float32), exact, precision="highest")
+        got = by_kernel(mt.dot, x, w)
+        assert error(got, want) < 4e-3
+        assert (got == by_kernel(mt.dot, x, w)).all()
+
+
+def test_many_rows_in_pairs_and_halves():
+    """More blocks than multiprocessors: rounds, and a last one that is cut."""
+    w = mt.quantize(
+        random(1, 256, 14336), "int4", channelwise_axes=[1], tiled_axes={0: 128}
+    )
+    for rows in (1024, 8192):
+        x = random(2, rows, 256)
+        assert error(by_kernel(mt.dot, x, w), by_xla(mt.dot, x, w)) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])
@@ -154,9 +185,10 @@ def test_training(name):
         assert error(got, want) < 2e-2
 
 
-def test_vmap_and_grad():
+@pytest.mark.parametrize("rows", [8, 80])
+def test_vmap_and_grad(rows):
     w = mt.quantize(random(1, 256, 256), "int8", channelwise_axes=[1])
-    x = random(2, 3, 8, 256)
+    x = random(2, 3, rows, 256)
     run = lambda x: jnp.sum(
         jnp.square(jax.vmap(lambda x: mt.dot(x, w))(x)).astype(jnp.float32)
     )

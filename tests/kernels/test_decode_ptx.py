@@ -53,6 +53,7 @@ INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b & MASK,
     "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b & MASK,
     "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
     "prmt.b32": prmt,
     "lop3.b32": lop3,

@@ -75,10 +75,11 @@ def test_weight_only(name, tile, rows):
     assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
 
 
-STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, looking ahead
+STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, several rings
     ("int8", None, stream_gpu.Blocks(64, 2)),
-    ("nf4", 64, stream_gpu.Blocks(128, 2, split=2)),
-    ("int4", 32, stream_gpu.Blocks(64, 3, ahead=True)),
+    ("nf4", 64, stream_gpu.Blocks(128, 2, split=2, cluster=2)),
+    ("int4", 32, stream_gpu.Blocks(32, 2, wide=4, deep=4)),
+    ("int8", None, stream_gpu.Blocks(32, 2, wide=2, deep=2, split=2)),
 ]
 
 
@@ -89,23 +90,26 @@ def test_streamed_weights(name, tile, blocks, monkeypatch):
     monkeypatch.setattr(tuned, "stream_blocks", lambda *_: blocks)
     tiles = {0: tile} if tile else {}
     w = mt.quantize(random(1, 256, 256), name, channelwise_axes=[1], tiled_axes=tiles)
-    x, inner = random(2, 9, 256), w.scale if tile else None
-    out = few_rows_gpu.weight(x, w.qvalue, inner, w.format, 0, True, hopper=True)
+    x = random(2, 9, 256)
+    scales = (w.scale, None) if tile else (None, w.scale[0])
+    how = (w.format, 0, jnp.bfloat16, True, True)
+    out = few_rows_gpu.weight(x, w.qvalue, *scales, *how)
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
-    out = out if tile else out * w.scale.astype(jnp.float32)
-    assert error(out, exact) < 2e-3  # nf4's table is rounded
+    assert out.dtype == jnp.bfloat16
+    assert error(out, exact) < 4e-3  # of bfloat16, and nf4's table is rounded
 
 
 def test_streamed_blocks_fit():
-    """Buffers that fill the ring without a deadlock, and the sum in equal parts."""
+    """Buffers that fit, the sum in equal parts, a cluster that divides them."""
     for name, tile in [("int8", None), ("int8", 256), ("int4", 128), ("nf4", 64)]:
         for rows, k, n in [(1, 4096, 14336), (16, 14336, 4096), (64, 128, 256)]:
+            fmt, group = as_format(name), min(tile or k, k)
             with pretend_gpu():
-                tile = min(tile or k, k)
-                blocks = tuned.stream_blocks(as_format(name), rows, (k, n), tile)
-            chunks = k // (blocks.k * blocks.split)
+                blocks = tuned.stream_blocks(fmt, rows, (k, n), group)
+            assert blocks.stages >= 2
+            assert blocks.num_bytes(fmt, rows, group) <= tuned.SHARED
             assert k % (blocks.k * blocks.split) == 0
-            assert blocks.stages >= min(blocks.least, chunks)
+            assert blocks.split % blocks.cluster == 0
             assert blocks.split * n // stream_gpu.COLUMNS <= 132
 
 
@@ -113,7 +117,7 @@ def test_what_is_not_streamed():
     why = functools.partial(few_rows_gpu.why_not_stream, as_format("int4"))
     assert why((256, 256), 4, (1, 1), jnp.bfloat16) is None
     assert "not bfloat16" in why((256, 256), 4, (1, 1), jnp.float16)
-    for shape, groups in [((256, 192), 1), ((192, 256), 1), ((256, 256), 16)]:
+    for shape, groups in [((256, 192), 1), ((160, 256), 1), ((256, 256), 16)]:
         assert "do not divide" in why(shape, 4, (groups, shape[1]), jnp.bfloat16)
 
 
@@ -121,8 +125,8 @@ def test_a_shard_too_narrow_to_stream():
     """A device's part of a weight that is streamed as a whole: the same numbers by XLA."""
     w = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[1])
     x = random(2, 4, 256)
-    out = few_rows_gpu._stream_call(w.format, False, False)(x, w.qvalue)
-    out = out * w.scale.astype(jnp.float32)
+    call = few_rows_gpu._stream_call(w.format, False, True, jnp.float32, False)
+    out = call(x, w.qvalue, w.scale[0])
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(out, exact) < 1e-5
 
@@ -375,11 +379,26 @@ def test_streamed_weights_lower_for_cuda(name, tile):
     bits = 4 if fmt.bits <= 4 else 8
     codes = SHAPE((4096, 1024 * bits // 8), jnp.int8)
     scale = SHAPE((4096 // tile, 1024), jnp.bfloat16) if tile else None
-    for rows in (1, 64):
+    last = None if tile else SHAPE((1024,), jnp.float32)
+    for rows, dtype in [(1, jnp.float32), (64, jnp.bfloat16)]:
         with pretend_gpu():
             blocks = tuned.stream_blocks(fmt, rows, (4096, 1024), tile)
-        run = functools.partial(stream_gpu.stream_matmul, fmt=fmt, blocks=blocks)
-        lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
+        how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}
+        run = functools.partial(stream_gpu.stream_matmul, **how)
+        lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale, last)
+
+
+def test_a_streamed_matmul_leaves_nothing_to_others(monkeypatch):
+    """Columns are scaled and the result cast in the kernel, not by XLA after it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    how = (as_format("int8"), 0, jnp.bfloat16, False, True)
+    run = lambda x, w, s: few_rows_gpu.weight(x, w, None, s, *how)
+    args = SHAPE((8, 512), jnp.bfloat16), SHAPE((512, 512), jnp.int8)
+    with pretend_gpu():
+        traced = jax.jit(run).trace(*args, SHAPE((512,), jnp.float32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "8x512xbf16" in text
+    assert "stablehlo.multiply" not in text and "8x512xf32" not in text
 
 
 def test_odd_sizes_lower_for_cuda(monkeypatch):

@@ -79,6 +79,12 @@ def _few_rows() -> ModuleType:
     return few_rows_gpu
 
 
+def _many_rows_kernels() -> ModuleType:
+    from midtread.kernels import many_rows_gpu
+
+    return many_rows_gpu
+
+
 def _ragged_kernels() -> ModuleType:
     from midtread.kernels import ragged_gpu
 
@@ -129,7 +135,7 @@ def scaled(
     Args:
         tiles: the number of tiles of each summed label that scales vary along.
     """
-    out = few_rows(labels, lhs, rhs)
+    out = few_rows(labels, lhs, rhs, dtype)
     if out is not None:
         return out
     reason = why_not_scaled(labels, lhs, rhs, tiles)
@@ -308,9 +314,16 @@ def _interpret() -> bool:
 
 
 def weight_only(
-    lhs_labels: Labels, rhs_labels: Labels, out_labels: Labels, lhs, rhs, precision=None
+    lhs_labels: Labels,
+    rhs_labels: Labels,
+    out_labels: Labels,
+    lhs,
+    rhs,
+    precision=None,
+    dtype=jnp.float32,
 ) -> jax.Array | None:
-    """A float operand times a QArray, scaled, in float32 and in the order of `out_labels`."""
+    """A float operand times a QArray, scaled in float32, in `dtype` and in the order of
+    `out_labels`."""
     x, w, x_labels, w_labels = lhs, rhs, lhs_labels, rhs_labels
     if isinstance(lhs, QArray):
         x, w, x_labels, w_labels = rhs, lhs, rhs_labels, lhs_labels
@@ -331,25 +344,31 @@ def weight_only(
         inner = _as_matrix(scale, w.qvalue.shape, summed, kept)
         if inner is None:
             return None
-    out = _weight_dot(x_MK, w, matrix, inner, precision)
+    extents, last = [w.qvalue.shape[a] for a in kept], None
+    if inner is None:
+        counts = [scale.shape[a] for a in kept]
+        last = views.expand(scale.reshape(counts), extents).reshape(-1)
+    out = _weight_dot(x_MK, w, matrix, inner, last, precision, dtype)
     if out is None:
         return None
-    extents = [w.qvalue.shape[a] for a in kept]
-    if inner is None:
-        scale = scale.astype(jnp.float32)
-        counts = [scale.shape[a] for a in kept]
-        scale = (
-            views.expand(scale.reshape(counts), extents) if scale.size != 1 else scale
-        )
-        out = out * scale.reshape(1, -1)
     alone = [a for a, label in enumerate(x_labels) if label in out_labels]
     labels = [x_labels[a] for a in alone] + [w_labels[a] for a in kept]
     out = out.reshape(*(x.shape[a] for a in alone), *extents)
     return out.transpose([labels.index(label) for label in out_labels])
 
 
-def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
-    """Rows times a weight seen as a matrix, by this platform's kernel."""
+def _weight_dot(
+    x_MK, w: QArray, matrix, inner, last, precision, dtype
+) -> jax.Array | None:
+    """Rows times a weight seen as a matrix, by this platform's kernel.
+
+    Args:
+        inner: the scale within the sum, as a matrix; None for none.
+        last: that of columns after it, likewise.
+    """
+    out = _many_rows(x_MK, w, matrix, inner, last, dtype)
+    if out is not None:
+        return out
     (shape, summed), fmt = matrix, w.format
     counts = (1, 1) if inner is None else inner.shape
     codes = w.qvalue.reshape(shape)
@@ -360,7 +379,8 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
             return None
         how = {"fmt": fmt, "summed": summed, "precision": precision}
         inner = None if inner is None else inner.astype(jnp.float32)
-        return cpu.dot(x_MK, codes, inner, **how)
+        out = cpu.dot(x_MK, codes, inner, **how)
+        return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
     reason = _why_no_gpu(hopper=False) or _why_not_here(x_MK, w.qvalue)
     hopper = not _interpret() and _why_no_gpu(hopper=True) is None
     if reason is None:
@@ -368,10 +388,32 @@ def _weight_dot(x_MK, w: QArray, matrix, inner, precision) -> jax.Array | None:
         reason = _few_rows().why_not_weight(*how)
     if not _taken(reason, f"these rows by a weight of {fmt.name}"):
         return None
-    return _few_rows().weight(x_MK, codes, inner, fmt, summed, _interpret(), hopper)
+    how = (fmt, summed, dtype, _interpret(), hopper)
+    return _few_rows().weight(x_MK, codes, inner, last, *how)
 
 
-def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | None:
+def _many_rows(x_MK, w: QArray, matrix, inner, last, dtype) -> jax.Array | None:
+    """`_weight_dot` where a GPU is to take more rows than its kernels for few do."""
+    (shape, summed), fmt = matrix, w.format
+    scale = last.reshape(1, -1) if inner is None else inner
+    if _interpret() or _why_no_gpu(hopper=False) is not None:
+        return None
+    if not _is_static(x_MK) or x_MK.shape[0] <= _few_rows().MAX_ROWS:
+        return None
+    reason = _why_no_gpu(hopper=True) or _why_not_here(x_MK, w.qvalue)
+    if reason is None:
+        dtypes = x_MK.dtype, dtype
+        how = (fmt, shape, summed, x_MK.shape[0], scale, dtypes)
+        reason = _many_rows_kernels().why_not(*how)
+    if not _taken(reason, f"these rows by a weight of {fmt.name}"):
+        return None
+    codes = w.qvalue.reshape(shape)
+    return _many_rows_kernels().weight(x_MK, codes, scale, fmt, dtype, False)
+
+
+def few_rows(
+    labels: tuple[Labels, Labels, Labels], lhs, rhs, dtype=jnp.float32
+) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
     side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
@@ -392,7 +434,8 @@ def few_rows(labels: tuple[Labels, Labels, Labels], lhs, rhs) -> jax.Array | Non
         few, factor = x.qvalue.astype(jnp.bfloat16), x.scale
     else:
         few = views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape)
-    out = weight_only(*labels, *((few, w) if side == 0 else (w, few)))
+    how = {"dtype": dtype if factor is None else jnp.float32}
+    out = weight_only(*labels, *((few, w) if side == 0 else (w, few)), **how)
     if out is None or factor is None:
         return out
     order = sorted(

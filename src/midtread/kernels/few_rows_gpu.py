@@ -70,22 +70,43 @@ def why_not_stream(fmt, shape, rows: int, counts, dtype) -> str | None:
 
 
 def weight(
-    x_MK, codes_KN, inner, fmt, summed: int, interpret: bool, hopper: bool = False
+    x_MK, codes_KN, inner, last, fmt, summed: int, dtype, interpret: bool, hopper=False
 ) -> jax.Array:
-    """[M, N] in float32; `inner` is the scale within the sum, [groups, N or 1]."""
+    """[M, N] in `dtype`, scaled in float32 and cast once.
+
+    Args:
+        inner: the scale within the sum, [groups, N or 1].
+        last: the scale after the sum, [N]; one of the two at most.
+    """
+    counts = (1, 1) if inner is None else inner.shape
+    how = (fmt, codes_KN.shape, x_MK.shape[0], counts, x_MK.dtype)
+    if summed == 0 and hopper and why_not_stream(*how) is None:
+        args, (is_grouped, is_scaled) = (
+            [x_MK, codes_KN],
+            (inner is not None, last is not None),
+        )
+        if is_grouped:
+            inner = jnp.broadcast_to(inner, (inner.shape[0], codes_KN.shape[1]))
+        args += [_readable(s) for s in (inner, last) if s is not None]
+        dtype = np.dtype(dtype)
+        kernel_dtype = dtype if dtype == jnp.bfloat16 else np.dtype(np.float32)
+        call = _stream_call(fmt, is_grouped, is_scaled, kernel_dtype, interpret)
+        return call(*args).astype(dtype)
+    out = _by_triton(x_MK, codes_KN, inner, fmt, summed, interpret)
+    return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
+
+
+def _readable(scale):
+    """In one of the two types that the kernel reads."""
+    return scale if scale.dtype == jnp.bfloat16 else scale.astype(jnp.float32)
+
+
+def _by_triton(x_MK, codes_KN, inner, fmt, summed: int, interpret: bool) -> jax.Array:
+    """[M, N] in float32, `inner` applied."""
     if summed != 0:
         return _turned_call(interpret)(x_MK, codes_KN)
     planes = 8 // dtype_bits(fmt.dtype)
     k, n = codes_KN.shape
-    counts = (1, 1) if inner is None else inner.shape
-    how = (fmt, codes_KN.shape, x_MK.shape[0], counts, x_MK.dtype)
-    if hopper and why_not_stream(*how) is None:
-        args = [x_MK, codes_KN]
-        if inner is not None:
-            if inner.dtype != jnp.bfloat16:
-                inner = inner.astype(jnp.float32)
-            args.append(jnp.broadcast_to(inner, (inner.shape[0], n)))
-        return _stream_call(fmt, inner is not None, interpret)(*args)
     if planes > 1:
         pairs = codes_KN.reshape(k, n // planes, planes)
         codes_KN = lax.bitcast_convert_type(pairs, jnp.int8)  # free: the same bytes
@@ -114,29 +135,36 @@ def _turned_call(interpret: bool) -> Callable:
 
 
 @functools.cache
-def _stream_call(fmt, is_grouped: bool, interpret: bool) -> Callable:
+def _stream_call(
+    fmt, is_grouped: bool, is_scaled: bool, dtype, interpret: bool
+) -> Callable:
+    """Of x, codes, and a scale [G, N] of groups or [N] of columns, whichever there is."""
+    assert not (is_grouped and is_scaled)
     bits = dtype_bits(fmt.dtype)
 
     def plain(x, codes, scale=None):
         values = decode(codes, fmt).astype(jnp.float32)
         if scale is not None:
-            scale = scale.astype(jnp.float32)
+            scale = scale.astype(jnp.float32).reshape(-1, codes.shape[1])
             values = views.broadcast_with(jnp.multiply, values, scale)
         numbers = (((1,), (0,)), ((), ()))
-        return lax.dot_general(x.astype(jnp.float32), values, numbers)
+        out = lax.dot_general(x.astype(jnp.float32), values, numbers)
+        return out.astype(dtype)
 
     def kernel(x, codes, scale=None):
         k, n = codes.shape
-        group = None if scale is None else k // scale.shape[0]
+        group = k // scale.shape[0] if is_grouped else None
         blocks = tuned.stream_blocks(fmt, x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
         shape = (k, n) if bits == 8 else (k, n // 2, 2)
         words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)
-        how = {"fmt": fmt, "blocks": blocks, "interpret": interpret}
-        return stream_gpu.stream_matmul(x, words, scale, **how)
+        how = {"fmt": fmt, "blocks": blocks, "dtype": dtype, "interpret": interpret}
+        scales = (None, scale) if is_scaled else (scale, None)
+        return stream_gpu.stream_matmul(x, words, *scales, **how)
 
-    axes = "m k, k n, g n -> m n" if is_grouped else "m k, k n -> m n"
+    scale = ", g n" if is_grouped else ", n" if is_scaled else ""
+    axes = f"m k, k n{scale} -> m n"
     replicated = ("k", "g") if is_grouped else ("k",)
     return as_function(kernel, plain, axes, replicated, can_place=not interpret)
 

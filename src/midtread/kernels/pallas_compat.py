@@ -12,7 +12,6 @@ import warnings
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,7 +32,8 @@ MIXES_FLOAT8 = VERSION >= (0, 11)
 # Public from jax 0.12; None elsewhere, and Mosaic kernels are then only lowered in tests.
 InterpretGPUParams = getattr(plgpu, "InterpretGPUParams", None)
 
-__all__ = ["pl", "plgpu", "pltriton"]
+# MLIR, as private as jaxlib's: for lanes_gpu.py, which writes code for single threads.
+__all__ = ["arith", "ir", "llvm", "mgpu", "pl", "plgpu", "pltriton"]
 
 
 def triton_params(num_warps: int, num_stages: int):
@@ -107,173 +107,6 @@ def warpgroup_params():
 def lane_params():
     """Layouts of registers are told, as code for single threads wants it."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-
-
-# --- code for single threads ------------------------------------------------------------------
-# Pallas has no word for "this register of this thread": inline_mgpu takes functions that build
-# Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
-
-
-def _lanes(bits: int):
-    """(column in 256, byte in its row, c, j) of this thread: stream_gpu's table."""
-    i32 = ir.IntegerType.get_signless(32)
-    const = lambda v: mgpu.c(v, i32)
-    thread = mgpu.thread_idx()
-    part = lambda shift, mask: arith.andi(
-        arith.shrui(thread, const(shift)), const(mask)
-    )
-    times = lambda v, by: arith.muli(v, const(by))
-    c, g, w, j = part(0, 3), part(2, 7), part(5, 3), part(7, 3)
-    word = arith.addi(times(w, 32), times(g, 4))  # 32 lanes along 128 bytes
-    if bits == 4:
-        column = arith.addi(times(word, 2), times(j, 2))
-        return column, word, c, j
-    high, low = arith.shrui(j, const(1)), arith.andi(j, const(1))
-    column = arith.addi(arith.addi(word, times(low, 2)), times(high, 128))
-    return column, arith.addi(word, times(high, 128)), c, low
-
-
-def _address(ref, offset):
-    i8 = ir.IntegerType.get_signless(8)
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], i8)
-
-
-def fragments(
-    ref: Any, code: str, first: int, bits: int, table: Any = None
-) -> jax.Array:
-    """The left operand of a wgmma, [64, rows] in bfloat16, from bytes [rows, width] in
-    shared memory: `code` is PTX that makes two registers of the words of two rows.
-
-    Args:
-        first: the permute that selects the first bytes of a word.
-        table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-    """
-    rows, width = ref.shape
-    tiled = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
-    result = plgpu.ShapeDtypeStruct(
-        (64, rows), jax.numpy.bfloat16, layout=plgpu.Layout.WGMMA
-    )
-
-    refs = [ref] if table is None else [ref, table]
-    types = (plgpu.RefType(tiled), plgpu.RefType())[: len(refs)]
-
-    @plgpu.inline_mgpu(arg_types=types, return_type=result)
-    def decode(ctx, ref, *table):
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        const = lambda v: mgpu.c(v, i32)
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        both = llvm.StructType.get_literal([i32, i32])
-        _, byte, c, j = _lanes(bits)
-        step = (0x1111 if bits == 4 else 0x2222) if not table else 1
-        select = [arith.addi(arith.muli(j, const(step)), const(first))]
-        if table:
-            lane = arith.andi(mgpu.thread_idx(), const(31))
-            start = _address(table[0], arith.muli(lane, const(4)))
-            select.append(llvm.ptrtoint(i32, start))
-        # a tile of 8 rows and 128 bytes is 1024 bytes; units of 16 trade places by row
-        box = arith.muli(arith.shrui(byte, const(7)), const(1024))
-        within = arith.andi(byte, const(127))
-        starts = []
-        for odd in (0, 1):
-            row = arith.addi(arith.muli(c, const(2)), const(odd))
-            moved = arith.xori(within, arith.muli(row, const(16)))
-            place = arith.addi(arith.addi(box, moved), arith.muli(row, const(128)))
-            starts.append(_address(ref, place))
-        registers = []
-        for tile in range(rows // 8):
-            words = [
-                llvm.load(
-                    i32,
-                    mgpu.utils.getelementptr(
-                        start, [tile * 8 * width], ir.IntegerType.get_signless(8)
-                    ),
-                )
-                for start in starts
-            ]
-            given = [*words, *select]
-            made = llvm.inline_asm(
-                both, given, code, "=r,=r" + ",r" * len(given), asm_dialect=0
-            )
-            registers += [
-                mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
-                for h in (0, 1)
-            ]
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((64, rows))
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(shape),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
-
-    return decode(*refs)
-
-
-def row_pairs(ref: Any, bits: int) -> jax.Array:
-    """Of 256 numbers in shared memory the 64 that `fragments` has as rows, in float32."""
-    result = plgpu.ShapeDtypeStruct(
-        (64,), jax.numpy.float32, layout=plgpu.Layout.WGMMA.reduce(1)
-    )
-    size = jax.numpy.dtype(ref.dtype).itemsize
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def load(ctx, ref):
-        del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        column, *_ = _lanes(bits)
-        start = _address(ref, arith.muli(column, mgpu.c(size, i32)))
-        if size == 2:  # bfloat16 is the upper half of a float32
-            both = llvm.load(i32, start)
-            words = [
-                arith.shli(both, mgpu.c(16, i32)),
-                arith.andi(both, mgpu.c(-65536, i32)),
-            ]
-        else:
-            words = [
-                llvm.load(i32, mgpu.utils.getelementptr(start, [h], i32))
-                for h in (0, 1)
-            ]
-        vector = ir.VectorType.get((1,), f32)
-        registers = [mgpu.utils.bitcast(word, vector) for word in words]
-        shape = mgpu.WGMMA_ROW_LAYOUT.registers_shape((64,))
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(shape),
-            _layout=mgpu.WGMMA_ROW_LAYOUT,
-            _is_signed=None,
-        )
-
-    run: Any = load  # its first argument comes from Pallas
-    return run(ref)
-
-
-def store_turned(ref: Any, value: jax.Array, bits: int) -> None:
-    """Writes [64, M], whose rows are `fragments`' columns, into [M, 256] in memory."""
-    stride = ref.ref.shape[-1]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-    def store(ctx, ref, value):
-        del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        const = lambda v: mgpu.c(v, i32)
-        both = ir.VectorType.get((2,), f32)
-        column, _, c, _ = _lanes(bits)
-        # rows of the result are 8 t + 2 c + (0, 1); columns come in neighbouring pairs
-        first = arith.addi(arith.muli(c, const(2 * stride)), column)
-        registers = value.registers.reshape(-1, 2)  # [t, column]
-        for t, pair in enumerate(registers):
-            for odd in (0, 1):
-                parts = [llvm.extractelement(v, const(odd)) for v in pair]
-                packed = llvm.mlir_undef(both)
-                for at, part in enumerate(parts):
-                    packed = llvm.insertelement(packed, part, const(at))
-                offset = arith.addi(first, const((8 * t + odd) * stride))
-                start = mgpu.utils.getelementptr(
-                    mgpu.utils.memref_ptr(ref), [offset], f32
-                )
-                llvm.store(packed, start)
-
-    run: Any = store
-    run(ref, value)
 
 
 @contextlib.contextmanager

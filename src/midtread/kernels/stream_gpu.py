@@ -7,58 +7,78 @@ one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the t
 decoded it, and 64 rows cost as many instructions as one.
 
 A program owns 256 columns of the weight (as Flax stores it, [k, n] with n along the
-memory) and a part of the sum. The copy engine brings blocks of `k` rows into a ring of
-buffers; four warpgroups read them, each 64 of the columns. wgmma wants pairs of
-neighbours along k in one register, and they lie in two rows: a byte permute takes one
-byte of each. Which 64 columns a warpgroup takes is free, so it takes those that this
-permute yields: every fourth pair. `order` tells which they were.
+memory) and a part of the sum. The copy engine brings blocks of `k` rows into rings of
+buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
+sets of warpgroups take turns at the blocks, each with a ring of its own:
 
-    lane (warp w, g, c) of warpgroup j holds, of every 8 rows, rows 2c and 2c + 1 of
-    4 bits   columns  64 w + 8 g + 2 j + (0, 1)                 one byte of each row
-    8 bits   columns  128 (j / 2) + 32 w + 4 g + 2 (j % 2) + (0, 1)
+    wide 1, deep 1    four warpgroups read every block, each for 64 columns
+    wide 4, deep 4    four rings; a word that is read once gives all its columns, and no
+                      warpgroup waits for another: best for 4 bits and a few rows
+
+wgmma wants pairs of neighbours along k in one register, and they lie in two rows: a byte
+permute takes one byte of each. Which 64 columns an accumulator takes is free, so it takes
+those that this permute yields (lanes_gpu.py); `order` tells which they were.
+
+wgmma is asynchronous and reads its registers when it comes to it. So nothing may be decoded
+into registers of a multiplication that was not waited for: a block is decoded in two pieces
+at least, and when one is begun only the piece before it may be under way.
 
 Each group of a scale is a sum of its own in the tensor cores, scaled and added in float32.
-Programs that share a column write float32 parts, which XLA adds up in whatever it does next.
+Programs that share a column form a cluster and read each other's shared memory to add up,
+scale, cast and write the result. Not all may: an H200's multiprocessors sit in groups of 16
+or 18 less some, and 16 clusters of 8 ran one after another (twice the time). What a cluster
+does not hold is written as float32 parts, which XLA adds up in whatever it does next.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx
+from midtread.kernels import decode_ptx, lanes_gpu, turn_gpu
 from midtread.kernels.decode_gpu import select
 from midtread.kernels.pallas_compat import (
     alike,
-    fragments,
     interpreter,
     lane_params,
     pl,
     plgpu,
-    row_pairs,
-    store_turned,
     transposed,
 )
 from midtread.numerics.formats import Format, dtype_bits
 
-COLUMNS, GROUPS = 256, 4
+COLUMNS, GROUPS = lanes_gpu.COLUMNS, 4
 TABLE_BYTES = 256 * 32 * 4
+FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    k: int = 128  # rows of the weight in one buffer
-    stages: int = 6  # buffers
+    k: int = 64  # rows of the weight in one buffer
+    stages: int = 4  # buffers of a ring, 2 or more
+    wide: int = 1  # of a program's four accumulators, how many a warpgroup has
+    deep: int = 1  # rings, each with its own warpgroups: 1 or `wide`
     split: int = 1  # programs that share a sum
-    ahead: bool = False  # decode the next rows before the sums of these are waited for
+    cluster: int = 1  # of them that add up among themselves
 
-    @property
-    def least(self) -> int:
-        """Buffers that it takes: one is refilled a block after it was left, and `ahead`
-        wants the next one by then."""
-        return 3 if self.ahead else 2
+    def division(self, bits: int) -> lanes_gpu.Division:
+        return lanes_gpu.Division(bits, self.wide, self.deep)
+
+    def piece(self, group: int | None) -> int:
+        """Rows that are decoded at a time: what registers bear, half a block at most."""
+        return min(64 if self.wide < 4 else 32, group or self.k // 2, self.k)
+
+    def num_bytes(self, fmt: Format, rows: int, group: int | None) -> int:
+        """Of shared memory."""
+        padded = -(-rows // 8) * 8
+        num_scales = max(1, self.k // (group or self.k))
+        size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
+        size += COLUMNS * 4 * num_scales
+        beside = 0 if fmt.table is None else TABLE_BYTES
+        return size * self.stages * self.deep + beside + padded * turn_gpu.PITCH * 4
 
 
 # --- whose columns are whose ------------------------------------------------------------------
@@ -94,199 +114,232 @@ def _values(p, fmt: Format):
 # --- the kernel -------------------------------------------------------------------------------
 
 
-def _body(*refs, fmt: Format, blocks: Blocks, group, num_chunks: int, native: bool):
-    """x [M, K], bytes [K, B], scale [G, N] -> out [split, M, N]."""
-    num_in = 3 if group else 2
-    looks_up = fmt.table is not None and native
-    inputs, rest = refs[:num_in], list(refs[num_in:])
-    table_gmem = rest.pop(0) if looks_up else None
-    out_gmem, *rings = rest
-    w_ring, x_ring = rings[:2]
-    full, empty, *rest = rings[num_in:]
-    table, ready = (rest.pop(0), rest.pop(0)) if looks_up else (None, None)
-    bits, stages = dtype_bits(fmt.dtype), blocks.stages
+def _body(
+    *refs, fmt: Format, blocks: Blocks, group, num_chunks: int, is_scaled: bool, native: bool
+):  # fmt: skip
+    """x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N] -> out [m, N]."""
+    refs, looks_up = list(refs), fmt.table is not None and native
+    take: Any = lambda given: refs.pop(0) if given else None
+    x_gmem, w_gmem, scale_gmem = take(True), take(True), take(group)
+    table_gmem, last_gmem, out_gmem = take(looks_up), take(is_scaled), take(True)
+    w_ring, x_ring, scale_ring = take(True), take(True), take(group)
+    full, empty, table, ready = take(True), take(True), take(looks_up), take(looks_up)
+    aside = refs.pop(0)
+    division, stages = blocks.division(dtype_bits(fmt.dtype)), blocks.stages
     num_rows, width = x_ring.shape[1], w_ring.shape[2]
-    tile, part = lax.axis_index("tile"), lax.axis_index("part")
-    wg = lax.axis_index("wg")
+    tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
+    share = lax.axis_index("share")
+    part = share * blocks.cluster + lax.axis_index("part")
+    across, deep, wide = division.across, division.deep, division.wide
+    ring, within = lax.div(wg, across), lax.rem(wg, across)
+    mine = lax.div(num_chunks - ring + deep - 1, deep)  # blocks of this ring
     step = min(blocks.k, group or blocks.k)  # rows under one scale
-    inner = min(64, step)  # rows of one wgmma call
-    held = None if native else rest[0]
+    inner = blocks.piece(group)
+    running = wide if wide < 4 else 0  # multiplications while the next piece is decoded
 
-    def fetch(chunk, slot):
-        row = (part * num_chunks + chunk) * blocks.k
-        rows = pl.ds(row, blocks.k)
-        barrier = full.at[slot]
-        source = inputs[1].at[rows, pl.ds(tile * width, width)]
-        plgpu.copy_gmem_to_smem(source, w_ring.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(inputs[0].at[:, rows], x_ring.at[slot], barrier)
+    def fetch(i, slot):
+        row = (part * num_chunks + i * deep + ring) * blocks.k
+        rows, at = pl.ds(row, blocks.k), ring * stages + slot
+        barrier = full.at[at]
+        source = w_gmem.at[rows, pl.ds(tile * width, width)]
+        plgpu.copy_gmem_to_smem(source, w_ring.at[at], barrier)
+        # row 0, but Pallas must not know: it refuses to read beyond the last row, which the
+        # copy engine fills up with zeros
+        source = x_gmem.at[pl.ds(share * 0, num_rows), rows]
+        plgpu.copy_gmem_to_smem(source, x_ring.at[at], barrier)
         if group:
-            some = pl.ds(lax.div(row, group), rings[2].shape[1])
-            source = inputs[2].at[some, pl.ds(tile * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, rings[2].at[slot], barrier)
+            some = pl.ds(lax.div(row, group), scale_ring.shape[1])
+            source = scale_gmem.at[some, pl.ds(tile * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, scale_ring.at[at], barrier)
 
     for slot in range(stages):
-        pl.when(wg == slot % GROUPS)(functools.partial(fetch, slot, slot))
+        is_mine = (within == slot % across) & (slot < mine)
+        pl.when(is_mine)(functools.partial(fetch, slot, slot))
 
-    def refill(chunk):
+    def refill(i):
         """The buffer that all have left, one block ago, is filled again. A barrier knows
         one waiter: the warpgroup that a buffer belongs to."""
-        slot = lax.rem(chunk, stages)
+        slot = lax.rem(i, stages)
 
-        @pl.when((chunk + stages < num_chunks) & (wg == lax.rem(slot, GROUPS)))
+        @pl.when((i + stages < mine) & (within == lax.rem(slot, across)))
         def _():
-            plgpu.barrier_wait(empty.at[slot])
-            fetch(chunk + stages, slot)
+            plgpu.barrier_wait(empty.at[ring * stages + slot])
+            fetch(i + stages, slot)
 
     if looks_up:
         pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(table_gmem, table, ready))
         plgpu.barrier_wait(ready)
 
-    def decoded(slot, start):
-        block = w_ring.at[slot, pl.ds(start, inner)]
+    def decoded(at, start):
+        block = w_ring.at[at, pl.ds(start, inner)]
         if native:
-            return fragments(block, *decode_ptx.code(fmt), bits, table)
-        return _mine(_values(block[...], fmt), bits, wg)
+            return lanes_gpu.decoded(block, *decode_ptx.code(fmt), division, table)
+        values = _values(block[...], fmt)
+        return [_mine(values, division.bits, within * wide + a) for a in range(wide)]
 
-    def multiply(acc, w, slot, start):
-        if held is not None:  # the interpreter's wgmma takes no registers
-            held[wg] = w
-            w = held.at[wg]
-        plgpu.wgmma(acc, w, transposed(x_ring.at[slot, :, pl.ds(start, inner)]))
+    def multiply(accs, at, start):
+        x = transposed(x_ring.at[at, :, pl.ds(start, inner)])
+        for a, (acc, w) in enumerate(zip(accs, decoded(at, start))):
+            if not native:  # the interpreter's wgmma takes no registers
+                aside[wg * wide + a] = w
+                w = aside.at[wg * wide + a]
+            plgpu.wgmma(acc, w, x)
 
-    def whole(chunk, acc):
-        slot = lax.rem(chunk, stages)
-        plgpu.barrier_wait(full.at[slot])
+    def whole(i, accs):
+        at = ring * stages + lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[at])
         for start in range(0, blocks.k, inner):
-            multiply(acc, decoded(slot, start), slot, start)
-            # One may still run. Two may not: the next decoding could write the registers
-            # that the older one reads.
-            plgpu.wgmma_wait(1)
+            multiply(accs, at, start)
+            plgpu.wgmma_wait(running)  # nothing reads the registers of the next piece
             if start == 0:  # all of the last block is done
 
-                @pl.when(chunk > 0)
+                @pl.when(i > 0)
                 def _():
-                    plgpu.barrier_arrive(empty.at[lax.rem(chunk - 1, stages)])
+                    last = lax.rem(i - 1, stages)
+                    plgpu.barrier_arrive(empty.at[ring * stages + last])
 
-        pl.when(chunk > 0)(lambda: refill(chunk - 1))
+        pl.when(i > 0)(lambda: refill(i - 1))
 
-    def scaled(chunk, carry):
-        total, *w = carry
-        slot = lax.rem(chunk, stages)
-        if not blocks.ahead:
-            plgpu.barrier_wait(full.at[slot])
+    def scaled(i, totals):
+        at = ring * stages + lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[at])
         for g in range(blocks.k // step):
 
-            def one_group(acc, g=g, w=w):
+            def one_group(*accs, g=g):
                 for start in range(g * step, (g + 1) * step, inner):
-                    multiply(acc, w[0] if w else decoded(slot, start), slot, start)
-                    more = w and start + inner < blocks.k
-                    w = [decoded(slot, start + inner)] if more else []
-                if blocks.ahead and (g + 1) * step == blocks.k:
-                    w = [first_of(chunk + 1)]
-                return acc[...], w
+                    multiply(accs, at, start)
+                    plgpu.wgmma_wait(running)
+                return [acc[...] for acc in accs]
 
-            accumulator = plgpu.ACC((64, num_rows), jnp.float32)
-            sums, w = pl.run_scoped(one_group, accumulator)
-            s = _scales(rings[2].at[slot, g], bits, wg, native)
-            total = total + sums * lax.broadcast_in_dim(s, sums.shape, [0])
-        plgpu.barrier_arrive(empty.at[slot])
-        pl.when(chunk > 0)(lambda: refill(chunk - 1))
-        return total, *w
+            sums = pl.run_scoped(one_group, *accumulators)
+            some = _scales(scale_ring.at[at, g], division, within, native)
+            totals = [
+                total + one * lax.broadcast_in_dim(s, one.shape, [0])
+                for total, one, s in zip(totals, sums, some)
+            ]
+        plgpu.barrier_arrive(empty.at[at])
+        pl.when(i > 0)(lambda: refill(i - 1))
+        return totals
 
-    def first_of(chunk):
-        """The first rows of a block, decoded once they are there; old ones at the end."""
-        slot = lax.rem(chunk, stages)
-        pl.when(chunk < num_chunks)(lambda: plgpu.barrier_wait(full.at[slot]))
-        return decoded(slot, 0)
-
+    accumulators = [plgpu.ACC((64, num_rows), jnp.float32)] * wide
     if group:
         zero = jnp.zeros((64, num_rows), jnp.float32)
         if native:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-        first = [first_of(jnp.int32(0))] if blocks.ahead else []
-        total, *_ = lax.fori_loop(0, num_chunks, scaled, (zero, *first))
+        sums = lax.fori_loop(0, mine, scaled, [zero] * wide)
     else:
 
-        def over_all(acc):
-            lax.fori_loop(0, num_chunks, lambda i, _: whole(i, acc), None)
-            return acc[...]
+        def over_all(*accs):
+            lax.fori_loop(0, mine, lambda i, _: whole(i, accs), None)
+            return [acc[...] for acc in accs]
 
-        total = pl.run_scoped(over_all, plgpu.ACC((64, num_rows), jnp.float32))
+        sums = pl.run_scoped(over_all, *accumulators)
     if native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
-        store_turned(out_gmem.at[part, :, columns], total, bits)
+        last = None if last_gmem is None else last_gmem.at[:, columns]
+        out = out_gmem.at[share, :, columns]
+        turn_gpu.finish(out, w_ring, aside, sums, last, division, blocks.cluster)
     else:
-        out_gmem[part, tile, wg] = total
+        for a, one in enumerate(sums):
+            out_gmem[part, ring, tile, within * wide + a] = one
 
 
-def _scales(ref, bits: int, wg, native: bool):
-    """This warpgroup's 64 scales of a program's 256, in float32."""
+def _scales(ref, division, within, native: bool):
+    """A warpgroup's 64 scales for each of its accumulators, in float32."""
     if native:
-        return row_pairs(ref, bits)
-    return _mine(ref[...].astype(jnp.float32)[None], bits, wg)[:, 0]
+        return lanes_gpu.scales(ref, division)
+    values = ref[...].astype(jnp.float32)[None]
+    mine = [within * division.wide + a for a in range(division.wide)]
+    return [_mine(values, division.bits, j)[:, 0] for j in mine]
 
 
 def stream_matmul(
     x_MK: jax.Array,
     bytes_KB: jax.Array,
     scale_GN: jax.Array | None,
+    last_N: jax.Array | None = None,
     *,
     fmt: Format,
     blocks: Blocks,
+    dtype=jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in float32: x times the codes' values, group scales applied."""
+    """[M, N]: x times the codes' values, scaled in float32 and cast once.
+
+    Args:
+        scale_GN: of groups of rows, in float32 or bfloat16.
+        last_N: of columns, likewise.
+        dtype: of the result, float32 or bfloat16.
+    """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
     assert k % (blocks.k * blocks.split) == 0, (k, blocks)
+    assert blocks.split % blocks.cluster == 0, blocks
     num_n = bytes_KB.shape[1] * 8 // bits
+    shares, tiles = blocks.split // blocks.cluster, num_n // COLUMNS
     group = None if scale_GN is None else k // scale_GN.shape[0]
     padded = -(-m // 8) * 8
-    x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
-    tiles = num_n // COLUMNS
-    num_chunks = k // (blocks.k * blocks.split)
-    stages = min(blocks.stages, num_chunks)
-    assert stages >= min(num_chunks, blocks.least), (num_chunks, blocks)
-    blocks = dataclasses.replace(blocks, stages=stages)
-    inner = min(64, blocks.k, group or 64)  # columns of x in a row of its pattern
+    if interpret or m > FILLED:
+        x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
+    args = [x_MK, bytes_KB]
+    args += [] if scale_GN is None else [scale_GN]
+    scratch = _rings(blocks, fmt, padded, scale_GN, group)
+    if fmt.table is not None and not interpret:
+        args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
+        scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
+    in_kernel = last_N is not None and shares == 1 and not interpret
+    if in_kernel:
+        args.append(last_N.reshape(1, num_n))
+    division = blocks.division(bits)
+    mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
+    if interpret:  # which knows no clusters
+        each = division.groups * blocks.wide, 64, blocks.piece(group)
+        scratch.append(plgpu.SMEM(each, x_MK.dtype))
+        out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
+        mesh = {"grid": (tiles, shares, blocks.cluster)}
+        mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
+    else:
+        scratch.append(plgpu.SMEM((padded, turn_gpu.PITCH), jnp.float32))
+        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
+        mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
+    how = {"fmt": fmt, "blocks": blocks, "group": group, "is_scaled": in_kernel}
+    how |= {"num_chunks": k // (blocks.k * blocks.split), "native": not interpret}
+    kernel = plgpu.kernel(
+        functools.partial(_body, **how),
+        out_type=jax.ShapeDtypeStruct(*out),
+        num_threads=division.groups,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=lane_params(),
+        **mesh,
+    )
+    out = kernel(*alike(*args))
+    out = _in_order(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
+    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
+    if last_N is not None and not in_kernel:
+        out = out * last_N.astype(jnp.float32).reshape(1, num_n)
+    return out.astype(dtype)
+
+
+def _rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
+    """Buffers for the weight, x and scales of groups, and their barriers."""
+    bits, inner = dtype_bits(fmt.dtype), blocks.piece(group)
+    buffers = blocks.stages * blocks.deep
     in_order = lambda columns, swizzle: (
         plgpu.TilingTransform((8, columns)),
         plgpu.SwizzleTransform(swizzle),
     )
     width, x_order = COLUMNS * bits // 8, in_order(inner, inner * 2)
-    scratch = [
-        plgpu.SMEM((stages, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
-        plgpu.SMEM((stages, padded, blocks.k), x_MK.dtype, transforms=x_order),
+    rings: list = [
+        plgpu.SMEM((buffers, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
+        plgpu.SMEM((buffers, padded, blocks.k), jnp.bfloat16, transforms=x_order),
     ]
-    args = [x_MK, bytes_KB]
-    if group:
+    if scale is not None:
         count = max(1, blocks.k // group)
-        scratch.append(plgpu.SMEM((stages, count, COLUMNS), scale_GN.dtype))
-        args.append(scale_GN)
-    scratch += [
-        plgpu.Barrier(num_arrivals=len(args), num_barriers=stages),
-        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        rings.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
+    return rings + [
+        plgpu.Barrier(num_arrivals=len(rings), num_barriers=buffers),
+        plgpu.Barrier(num_arrivals=blocks.division(bits).across, num_barriers=buffers),
     ]
-    if fmt.table is not None and not interpret:
-        args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
-        scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
-    out, extra = (blocks.split, padded, num_n), {}
-    if interpret:
-        scratch.append(plgpu.SMEM((GROUPS, 64, inner), x_MK.dtype))
-        out, extra = (blocks.split, tiles, GROUPS, 64, padded), interpreter()
-    how = {"fmt": fmt, "blocks": blocks, "group": group, "num_chunks": num_chunks}
-    kernel = plgpu.kernel(
-        functools.partial(_body, **how, native=not interpret),
-        out_type=jax.ShapeDtypeStruct(out, jnp.float32),
-        grid=(tiles, blocks.split),
-        grid_names=("tile", "part"),
-        num_threads=GROUPS,
-        thread_name="wg",
-        scratch_types=scratch,
-        compiler_params=lane_params(),
-        **extra,
-    )
-    out = jnp.sum(kernel(*alike(*args)), 0)
-    return (_in_order(out, bits) if interpret else out)[:m]
 
 
 def _in_order(out, bits: int):

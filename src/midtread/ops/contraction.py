@@ -143,7 +143,7 @@ class Contraction:
         """The contraction of codes with their scales, by a kernel if there is one."""
         return None
 
-    def weight_sum(self, lhs, rhs) -> jax.Array | None:
+    def weight_sum(self, lhs, rhs, dtype) -> jax.Array | None:
         """The same where one operand is float."""
         return None
 
@@ -197,9 +197,9 @@ class Dot(Contraction):
     def scaled_sum(self, lhs, rhs, tiles, dtype):
         return choose.scaled((self.lhs, self.rhs, self.out), lhs, rhs, tiles, dtype)
 
-    def weight_sum(self, lhs, rhs):
+    def weight_sum(self, lhs, rhs, dtype):
         labels = self.lhs, self.rhs, self.out
-        return choose.weight_only(*labels, lhs, rhs, self.precision)
+        return choose.weight_only(*labels, lhs, rhs, self.precision, dtype)
 
     def run(self, lhs, rhs, accumulate=None):
         numbers, order = self.dimension_numbers

@@ -64,7 +64,7 @@ def _contract(c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any) -> ja
     lhs, rhs = _match_padding(c, lhs, rhs)
     tiles = _loop_plan(c, lhs, rhs)
     if tiles is None:
-        out = _sum_values(c, lhs, rhs, accumulate)
+        out = _sum_values(c, lhs, rhs, accumulate, result)
     elif (out := _kernel_sum(c, lhs, rhs, tiles, accumulate, result)) is None:
         out = _sum_codes(c, lhs, rhs, tiles, accumulate)
     return views.crop_to(out, _out_shape(c, out.shape, shape)).astype(result)
@@ -212,10 +212,11 @@ def _parts(x: Operand) -> list[jax.Array]:
     return [x.scale] if x.zero_point is None else [x.scale, x.zero_point]
 
 
-def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
+def _sum_values(c, lhs, rhs, accumulate, result) -> jax.Array:
     """At least one side is float by the time of the sum."""
     if c.out_sharding is None and accumulate is None:
-        out = c.weight_sum(lhs, rhs)
+        is_plain = is_wide(result) and np.dtype(result) != np.float64
+        out = c.weight_sum(lhs, rhs, np.dtype(result) if is_plain else np.float32)
         if out is not None:
             return out
     common = result_dtype(lhs, rhs)

@@ -67,7 +67,8 @@ class Ragged(Contraction):
     def scaled_sum(self, lhs, rhs, tiles, dtype):
         return choose.grouped(*self._parts, lhs, rhs, tiles, dtype)
 
-    def weight_sum(self, lhs, rhs):
+    def weight_sum(self, lhs, rhs, dtype):
+        del dtype  # always float32
         return choose.grouped_weight(*self._parts, lhs, rhs)
 
     def run(self, lhs, rhs, accumulate=None):

@@ -5,7 +5,10 @@
     scaled     8-bit matmuls of many rows
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
-    stream     the same on Hopper: the first entry with these bits and at least so many rows
+    stream     the same on Hopper: the first entry with these bits and at least so many rows,
+               and the most programs that a cluster may have
+    mixed      many rows against a stored weight on Hopper: what a block costs, from which
+               its rows and the number of programs that share a sum follow
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -22,8 +25,11 @@ import jax.numpy as jnp
 from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
 from midtread.kernels.matmul_gpu import Blocks
+from midtread.kernels.mixed_gpu import COLUMNS as MIXED_COLUMNS
+from midtread.kernels.mixed_gpu import INNER, STEP
+from midtread.kernels.mixed_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
-from midtread.kernels.stream_gpu import COLUMNS, TABLE_BYTES
+from midtread.kernels.stream_gpu import COLUMNS
 from midtread.kernels.stream_gpu import Blocks as StreamBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
@@ -76,7 +82,7 @@ def weight_blocks(
     return None
 
 
-SHARED = 224 * 1024  # bytes of shared memory for the ring of buffers
+SHARED = 226 * 1024  # bytes of shared memory that a program of stream_gpu may have
 
 
 def stream_blocks(
@@ -84,32 +90,72 @@ def stream_blocks(
 ) -> StreamBlocks | None:
     """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
     bits, (num_k, num_n) = dtype_bits(fmt.dtype), shape
-    found = next(
-        e for e in table(device_kind())["stream"] if e["bits"] == bits and rows <= e["rows"]
-    )  # fmt: skip
+    best = table(device_kind())["stream"]
+    found = next(e for e in best["blocks"] if e["bits"] == bits and rows <= e["rows"])
     blocks = StreamBlocks(**found["blocks"])
-    chunks = num_k // blocks.k
-    is_whole = num_k % blocks.k == 0 and num_n % COLUMNS == 0
     fits = (
         group is None
         or group % blocks.k == 0
         or (group >= 32 and blocks.k % group == 0)
     )
-    if not is_whole or not fits:
+    if num_k % blocks.k or num_n % COLUMNS or not fits:
+        return None
+    while blocks.num_bytes(fmt, rows, group) > SHARED and blocks.stages > 2:
+        blocks = dataclasses.replace(blocks, stages=blocks.stages - 1)
+    if blocks.num_bytes(fmt, rows, group) > SHARED:
         return None
     # as many programs as multiprocessors, and blocks of the sum shared evenly among them
+    chunks = num_k // blocks.k
     most = max(1, num_cores() // (num_n // COLUMNS))
-    most = max(1, min(most, chunks // 2))
-    split = max(s for s in range(1, most + 1) if chunks % s == 0)
-    each = chunks // split
-    padded = -(-rows // 8) * 8
-    num_scales = max(1, blocks.k // (group or blocks.k))
-    size = blocks.k * (COLUMNS * bits // 8 + padded * 2) + COLUMNS * 4 * num_scales
-    beside = 0 if fmt.table is None else TABLE_BYTES
-    stages = min(blocks.stages, (SHARED - beside) // size, each)
-    if stages < min(each, blocks.least):
+    splits = [s for s in range(1, most + 1) if chunks % s == 0 and 2 * s <= chunks]
+    split = max(splits, default=1)
+    cluster = max((s for s in splits if s <= best["cluster"]), default=1)
+    if 8 * cluster >= 7 * split:  # nearly as many, and nothing is left to add up
+        return dataclasses.replace(blocks, split=cluster, cluster=cluster)
+    return dataclasses.replace(blocks, split=split, cluster=2 - split % 2)
+
+
+def mixed_blocks(
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtype
+) -> MixedBlocks | None:
+    """Of many rows by a weight [K, N] on Hopper; None if it does not divide."""
+    num_k, num_n = shape
+    if num_k % STEP or num_n % MIXED_COLUMNS:
         return None
-    return dataclasses.replace(blocks, split=split, stages=stages)
+    if group and group % INNER and group != 32:
+        return None
+    most = min(256, -(-rows // 32) * 32)
+    found = [
+        mixed_time(MixedBlocks(rows=each, split=split), rows, shape)
+        for each in range(64, most + 1, 32)
+        for split in range(1, 9)
+        if num_k % (STEP * split) == 0
+    ]
+    _, blocks = min(found, key=lambda pair: pair[0])
+    is_deep = blocks.rows <= 128 and (
+        not group or group % STEP == 0 or STEP % group == 0
+    )
+    blocks = dataclasses.replace(blocks, k=STEP if is_deep else INNER)
+    return dataclasses.replace(blocks, stages=blocks.most_stages(fmt, group, dtype))
+
+
+def mixed_time(
+    blocks: MixedBlocks, rows: int, shape: tuple[int, int]
+) -> tuple[float, MixedBlocks]:
+    """About how many ns it takes, and the blocks with the last round as it should be."""
+    cost, (num_k, num_n) = table(device_kind())["mixed"], shape
+    each = lambda rows: cost["block"] + cost["row"] * rows  # ns, for each of k
+    pairs = num_n // MIXED_COLUMNS * -(-rows // blocks.rows) * blocks.split
+    is_paired = num_n % (2 * MIXED_COLUMNS) == 0 and pairs >= cost["pair"] * num_cores()
+    blocks = dataclasses.replace(blocks, pair=is_paired)
+    count, programs = pairs // (2 if is_paired else 1), blocks.programs()
+    rounds, last = divmod(count, programs)
+    halves = rounds > 0 and 0 < 2 * last <= programs and blocks.rows % 64 == 0
+    time = rounds * each(blocks.rows)
+    time += each(blocks.rows // 2) if halves else each(blocks.rows) if last else 0
+    parts = 0 if blocks.split == 1 else blocks.split * rows * num_n * 4 * 2
+    time = time * num_k / blocks.split + parts / cost["bandwidth"]
+    return time, dataclasses.replace(blocks, halves=halves)
 
 
 def expert_blocks(

@@ -1,0 +1,93 @@
+"""Many rows against a stored weight on Hopper: mixed_gpu as a function of JAX, or why not.
+
+A weight [K, N], as Flax stores it, is decoded on the way into the tensor cores. XLA would
+decode all of it first: 70 us for int8 [4096, 14336] on an H200, where 128 rows in bfloat16
+take 31. Scales are applied inside and the result leaves in the caller's dtype: with many
+rows another pass over it would cost more than the decoding.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels import tuned
+from midtread.kernels.functions import as_function
+from midtread.kernels.mixed_gpu import mixed_matmul
+from midtread.numerics import views
+from midtread.numerics.formats import dtype_bits
+from midtread.numerics.rounding import decode
+
+WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "nf4")
+
+
+def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:
+    """Why the kernel cannot take this weight; None if it can.
+
+    Args:
+        shape: of the codes as a matrix; `summed` is the axis that is summed.
+        scale: [groups, N], one group where it is the same for the whole sum.
+        dtypes: of the other operand and of the result.
+    """
+    if fmt.name not in WEIGHTS:
+        return f"{fmt.name} has no kernel: {', '.join(WEIGHTS)} have"
+    if np.dtype(dtypes[0]).name != "bfloat16":
+        return f"the other operand is {np.dtype(dtypes[0])}, not bfloat16"
+    if np.dtype(dtypes[1]).name not in ("bfloat16", "float32"):
+        return f"the result is {np.dtype(dtypes[1])}, not bfloat16 or float32"
+    if summed != 0:
+        return "more than 64 rows, and stored with its summed axis innermost"
+    group = _group(shape, scale)
+    if group and scale.dtype != jnp.bfloat16:
+        return f"scales of groups are {scale.dtype}: the kernel has bfloat16 ones"
+    if group and scale.shape[1] not in (1, shape[1]):
+        return f"scales of extents {scale.shape} on {shape} codes"
+    if tuned.mixed_blocks(fmt, rows, shape, group, dtypes[1]) is None:
+        return f"{shape} codes in groups of {group} do not divide into blocks"
+    return None
+
+
+def _group(shape, scale) -> int | None:
+    return None if scale.shape[0] == 1 else shape[0] // scale.shape[0]
+
+
+def weight(x_MK, codes_KN, scale, fmt, dtype, interpret: bool) -> jax.Array:
+    """[M, N] in `dtype`, scaled; `scale` as in `why_not`."""
+    n = codes_KN.shape[1]
+    scale = jnp.broadcast_to(scale, (scale.shape[0], n))
+    if scale.shape[0] == 1:
+        scale = scale.astype(jnp.float32)
+    call = _call(fmt, scale.shape[0] > 1, jnp.dtype(dtype), interpret)
+    return call(x_MK, codes_KN, scale)
+
+
+@functools.cache
+def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
+    bits = dtype_bits(fmt.dtype)
+
+    def plain(x, codes, scale):
+        values = decode(codes, fmt).astype(jnp.float32)
+        if is_grouped:
+            factor = scale.astype(jnp.float32)
+            values = views.broadcast_with(jnp.multiply, values, factor)
+        numbers = (((1,), (0,)), ((), ()))
+        how = {"preferred_element_type": jnp.float32}
+        out = lax.dot_general(x, values.astype(x.dtype), numbers, **how)
+        return (out if is_grouped else out * scale).astype(dtype)
+
+    def kernel(x, codes, scale):
+        k, n = codes.shape
+        group = _group(codes.shape, scale)
+        blocks = tuned.mixed_blocks(fmt, x.shape[0], codes.shape, group, dtype)
+        if blocks is None:  # a device's part of a sharded weight may be too narrow
+            return plain(x, codes, scale)
+        shape = (k, n) if bits == 8 else (k, n // 2, 2)
+        words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)
+        how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+        return mixed_matmul(x, words, scale, **how)
+
+    axes = "m k, k n, g n -> m n"
+    return as_function(kernel, plain, axes, ("k", "g"), can_place=not interpret)

@@ -1,0 +1,161 @@
+"""Many rows against a stored weight, without a GPU: interpreted where JAX can (0.12), lowered
+for CUDA, and chosen. On a GPU: tests/device/test_kernels.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.kernels import choose, many_rows_gpu, mixed_gpu, tuned, xla
+from midtread.kernels.mixed_gpu import Blocks
+from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.numerics.formats import as_format
+
+needs_interpreter = pytest.mark.skipif(
+    InterpretGPUParams is None, reason="Mosaic GPU is interpreted from jax 0.12 on"
+)
+SHAPE = jax.ShapeDtypeStruct
+
+
+def random(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
+
+
+def error(got, want):
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def weight(name, tile, shape=(256, 256)):
+    tiles = {0: tile} if tile else {}
+    return mt.quantize(random(1, *shape), name, channelwise_axes=[1], tiled_axes=tiles)
+
+
+CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split sum, halves
+    ("int8", None, 128, 2, Blocks(rows=64, stages=2)),
+    ("int4", 32, 384, 2, Blocks(rows=64, stages=2, halves=True)),
+    ("nf4", 64, 128, 2, Blocks(rows=96, k=128, stages=2, split=2)),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("name", "tile", "columns", "programs", "blocks"), CASES)
+def test_values(name, tile, columns, programs, blocks, monkeypatch):
+    """Decoded without its PTX here; rows that are no whole block, or half of one."""
+    monkeypatch.setattr(tuned, "mixed_blocks", lambda *_: blocks)
+    monkeypatch.setattr(mixed_gpu, "num_cores", lambda: programs)
+    w, x = weight(name, tile, (256, columns)), random(2, 66, 256)
+    scale = w.scale if tile else w.scale.astype(jnp.float32)
+    run = many_rows_gpu.weight(x, w.qvalue, scale, w.format, jnp.float32, True)
+    values = mt.dequantize(w, jnp.bfloat16 if tile else jnp.float32)
+    exact = jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32))
+    # as if decoded first; a table's entries are rounded on their own
+    assert error(run, exact) < (3e-3 if name == "nf4" else 1e-6)
+
+
+def test_last_round_is_cut():
+    """1,024 rows by 14,336 columns: 3 rounds of 132 and 52 blocks, in halves."""
+    how = (1024, (4096, 14336), None, jnp.bfloat16)
+    with pretend_gpu():
+        assert tuned.mixed_blocks(as_format("int8"), *how).halves
+        how = (1024, (14336, 4096), None, jnp.bfloat16)
+        assert not tuned.mixed_blocks(as_format("int8"), *how).halves  # 128 blocks
+
+
+@pytest.mark.parametrize(("name", "tile"), [("int8", None), ("int4", 32), ("nf4", 64)])
+def test_blocks_fit(name, tile):
+    """Whole parts of the sum, and no more shared memory than there is."""
+    fmt = as_format(name)
+    for rows in (65, 100, 256, 300, 1000, 8192):
+        for k, n in [(4096, 14336), (14336, 4096), (128, 128), (1152, 768)]:
+            with pretend_gpu():
+                b = tuned.mixed_blocks(fmt, rows, (k, n), tile, jnp.float32)
+            assert k % (b.split * mixed_gpu.STEP) == 0 and b.rows <= 256
+            assert b.stages >= 2 and n % (256 if b.pair else 128) == 0
+            assert b.rows % (64 if b.halves else 32) == 0
+
+
+def test_what_it_does_not_take():
+    scale = jnp.ones((1, 256))
+    bf16 = jnp.bfloat16
+
+    def why(name="int4", shape=(256, 256), summed=0, scale=scale, dtypes=(bf16, bf16)):
+        how = (as_format(name), shape, summed, 100, scale, dtypes)
+        return many_rows_gpu.why_not(*how)
+
+    assert why() is None
+    assert "int2 has no kernel" in why("int2")
+    assert "not bfloat16" in why(dtypes=(jnp.float16, bf16))
+    assert "the result is float16" in why(dtypes=(bf16, jnp.float16))
+    assert "innermost" in why(summed=1)
+    assert "scales of groups are float32" in why(scale=jnp.ones((2, 256)))
+    assert "do not divide" in why(shape=(256, 192))
+    assert "do not divide" in why(shape=(192, 256))
+    assert "do not divide" in why(scale=jnp.ones((16, 256), bf16))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if traced for a Hopper GPU, one of them."""
+    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+LOWERED = [
+    ("int8", None, 1024),
+    ("e5m2", None, 65),
+    ("int4", 128, 8192),
+    ("nf4", 64, 300),
+]
+
+
+@pytest.mark.parametrize(("name", "tile", "rows"), LOWERED)
+def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
+    w = weight(name, tile, (1152, 768))
+    with pretend_gpu(), choose.implementation("gpu"):
+        run = jax.jit(mt.dot).trace(SHAPE((rows, 1152), jnp.bfloat16), w)
+        text = run.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+    assert "tensor<1152x768xbf16>" not in text  # nothing is decoded beside it
+
+
+def test_asked_for_in_vain(hopper):
+    w = mt.quantize(random(1, 256, 192), "int8", channelwise_axes=[1])
+    with (
+        choose.implementation("gpu"),
+        pytest.raises(ValueError, match="do not divide into blocks"),
+    ):
+        jax.eval_shape(mt.dot, random(2, 100, 256), w)
+    out = jax.eval_shape(mt.dot, random(2, 100, 256), w)  # left to XLA
+    assert out.shape == (100, 192)
+
+
+@pytest.mark.parametrize(("name", "tile"), [("int8", None), ("int4", 128)])
+def test_grad_and_vmap(name, tile):
+    """By a kernel's stand-in: a device's part of a weight may be too narrow for it."""
+    w, x, c = weight(name, tile, (256, 64)), random(2, 2, 70, 256), random(3, 2, 70, 64)
+    scale = w.scale if tile else w.scale.astype(jnp.float32)
+    how = (w.format, jnp.bfloat16, False)
+    run = lambda x, s: jax.vmap(lambda x: many_rows_gpu.weight(x, w.qvalue, s, *how))(x)
+    loss = lambda x, s: jnp.sum((c * run(x, s)).astype(jnp.float32))
+    plain = lambda x, s: jnp.sum(
+        (c * mt.dot(x, w.replace(scale=s.astype(w.scale.dtype)))).astype(jnp.float32)
+    )
+    got, want = (jax.grad(f, (0, 1))(x, scale) for f in (loss, plain))
+    assert error(got[0], want[0]) < 1e-2 and error(got[1], want[1]) < 2e-2
+
+
+def test_inside_shard_map(hopper):
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    how = {"mesh": mesh, "in_specs": (spec("x"), spec()), "out_specs": spec("x")}
+    run = functools.partial(jax.shard_map, **how)
+    with choose.implementation("gpu"):
+        text = str(
+            jax.make_jaxpr(run(mt.dot))(random(2, 400, 256), weight("int8", None))
+        )
+    assert "core_map[" in text or "mpmd_map[" in text or "pallas_call[" in text
