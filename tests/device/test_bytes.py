@@ -27,6 +27,12 @@ FLOATS = 4 * (264 * 2048 + (2 * 4 + 1) * 2048)  # the embedding and the norms
 BITS = {"int8w": 8, "int4w": 4, "int8": 8, "fp8": 8}
 
 
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
+        yield
+
+
 def in_use(device):
     gc.collect()
     return device.memory_stats()["bytes_in_use"]
@@ -55,8 +61,7 @@ def test_bytes_held_are_what_the_format_promises(tmp_path, gpu, value):
     assert held == pytest.approx(promised, rel=0.01)
     assert in_use(gpu) - before == pytest.approx(promised, rel=0.02)
 
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
-        made = generate(net, tokenizer(config), config, ["import os"])
+    made = generate(net, tokenizer(config), config, ["import os"])
     assert len(made.tokens[0]) == 4
     kept = (
         in_use(gpu) - before
