@@ -169,6 +169,30 @@ def test_quantizing_gives_the_same_codes(name, dtype, summed):
             assert np.mean(wide(got.qvalue) != wide(want.qvalue)) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_two_matmuls_share_one_read(dtype):
+    x = np.random.RandomState(0).randn(2, 256, 1024).astype(np.float32)
+    x[0, 3], x[1, 5] = 0, x[1, 5] * 1e20
+    x, summed = jnp.asarray(x, dtype), ((2,), (0, 1))
+    tiles = (
+        mt.Spec("e4m3", channelwise_axes=(0, 1), tiled_axes={2: 128}),
+        mt.Spec("e4m3", channelwise_axes=(2,), tiled_axes={1: 128}),
+    )
+    window = {"absmax": jnp.full((1, 1, 1), 3.0)}
+    delayed = (mt.Spec("e5m2", calibration="delayed"),) * 2
+    for specs, range_ in ((tiles, None), (delayed, window)):
+        run = lambda x, how=(specs, summed, range_, True): choose.quantize_twice(
+            x, *how
+        )
+        *got, largest = by_kernel(run, x)
+        for q, spec, axes in zip(got, specs, summed):
+            one = functools.partial(choose.quantize, spec=spec, range_=range_)
+            want, _ = by_xla(functools.partial(one, summed=axes), x)
+            np.testing.assert_array_equal(wide(q.scale), wide(want.scale))
+            assert np.mean(wide(q.qvalue) != wide(want.qvalue)) < 1e-4
+        assert range_ is None or largest == jnp.max(jnp.abs(x))
+
+
 RECIPES = ["qwix_int8", "qwix_fp8_full", "te_fp8_current", "deepseek_fp8"]
 
 

@@ -246,6 +246,57 @@ def test_training_operands_have_the_same_codes(summed):
             np.testing.assert_allclose(wide(got.scale), wide(want.scale), rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_two_matmuls_share_one_read(dtype):
+    """Bit for bit what two readings give: one scale and max |x|, or tiles either way."""
+    x = jnp.tile(extremes(dtype)[:, :128], (8, 2)).reshape(2, 256, 256)
+    if dtype == jnp.float32:  # of which XLA on a CPU may overlook a NaN
+        x = jnp.where(jnp.isnan(x), 1, x)
+    summed = (2,), (0, 1)
+    tiles = (
+        mt.Spec("e4m3", channelwise_axes=(0, 1), tiled_axes={2: 128}),
+        mt.Spec("e4m3", channelwise_axes=(2,), tiled_axes={1: 128}),
+    )
+    window = {"absmax": jnp.full((1, 1, 1), 3.0)}
+    delayed = mt.Spec("e5m2", calibration="delayed")
+    for specs, order, range_ in (
+        (tiles, summed, None),
+        (tiles[::-1], summed[::-1], None),
+        ((mt.Spec("e4m3"),) * 2, summed, None),
+        ((delayed,) * 2, summed, window),
+    ):
+        twice = functools.partial(
+            choose.quantize_twice,
+            specs=specs,
+            summed=order,
+            range_=range_,
+            largest=True,
+        )
+        *got, largest = interpreted(twice, x)
+        for q, spec, axes in zip(got, specs, order):
+            want, _ = choose.quantize(x, spec, range_, summed=axes)
+            assert same(q.qvalue, want.qvalue) and same(q.scale, want.scale)
+        assert range_ is None or same(largest, jnp.max(jnp.abs(x)))
+        assert range_ is None or largest.dtype == dtype
+    alone = functools.partial(choose.quantize, spec=tiles[0], summed=(2,))
+    want, (got, _) = alone(x)[0], interpreted(alone, x)
+    assert same(got.qvalue, want.qvalue) and same(got.scale, want.scale)
+
+
+def test_who_does_not_share_a_read():
+    x = random(0, 256, 256)
+    row = mt.Spec("e4m3", channelwise_axes=(0,), tiled_axes={1: 128})
+    column = mt.Spec("e4m3", channelwise_axes=(1,), tiled_axes={0: 128})
+    noisy = mt.Spec("e4m3", rounding="stochastic")
+    twice = lambda *specs, x=x: choose.quantize_twice(x, specs, ((1,), (0,)))
+    with choose.implementation("interpret"):
+        assert twice(row, column) is not None
+        assert twice(noisy, noisy) is None  # each has its own noise
+        assert twice(row, mt.Spec("e4m3", channelwise_axes=(1,))) is None
+        assert twice(row, column, x=x.astype(jnp.float16)) is None
+    assert twice(row, column) is None  # no GPU
+
+
 CHANCES = [("int8", (0, 1), (2,)), ("e4m3", (2,), (0, 1)), ("e5m2", (0, 1), (2,))]
 
 
@@ -288,6 +339,30 @@ def test_block_scaled_matmul():
     w = mt.quantize(random(2, 256, 256), "e4m3", tiled_axes={0: 128, 1: 128})
     run = lambda x, w: mt.dot(x, w, preferred_element_type=jnp.float32)
     assert error(interpreted(run, x, w), run(x, w)) < 1e-6
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["te_fp8_delayed", "deepseek_fp8"])
+def test_a_training_step_reads_each_operand_once(name):
+    window = {"absmax": jnp.full((1, 1), 4.0)} if "delayed" in name else None
+
+    def learn(x, w, seen):
+        ranges = mt.Ranges(window, window, seen) if window else None
+        return mt.learn(mt.recipe(name), ranges=ranges).dot(x, w)
+
+    def step(x, w, g, seen):
+        out, vjp = jax.vjp(learn, x, w, seen)
+        return out, *vjp(g)
+
+    args = random(1, 256, 256), random(2, 256, 256), random(3, 256, 256), window
+    got, want = (
+        jax.tree.leaves(f(*args)) for f in (functools.partial(interpreted, step), step)
+    )
+    for ours, theirs in zip(got, want):
+        assert error(ours, theirs) < 1e-2
+    with choose.implementation("interpret"):
+        text = str(jax.make_jaxpr(step)(*args))
+    assert text.count("] = pallas_call[") == 3  # x, w and g
 
 
 # --- choosing ---------------------------------------------------------------------------------
@@ -337,6 +412,13 @@ def test_triton_kernels_lower_for_cuda():
         lambda x, s: quantize_gpu.cast(x, s, as_format("e4m3"), ("plain", "transposed")),
         x, SHAPE((1, 256), jnp.float32),
     )  # fmt: skip
+    both, inverse = ("plain", "transposed"), SHAPE((1, 1), jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        of = SHAPE((128, 256), dtype)
+        run = functools.partial(quantize_gpu.cast, fmt=as_format("e5m2"), copies=both)
+        lower(lambda x, s, run=run: run(x, s, largest=True), of, inverse)
+        run = functools.partial(quantize_gpu.tiles, fmt=as_format("e4m3"))
+        lower(lambda x, s, run=run: run(x, inverse=s), of, inverse)
     noise = SHAPE((128,), jnp.uint32), SHAPE((256,), jnp.uint32)
     for name in ("int8", "e4m3"):
         run = functools.partial(quantize_gpu.rows, fmt=as_format(name))

@@ -6,6 +6,7 @@
     grouped_weight(...) float x codes for rows in groups
     attend(...)         one token a sequence against a cache of codes
     quantize(...)       a float operand to codes, in the memory order its matmuls want
+    quantize_twice(...) the same for two matmuls from one read, or None: one at a time
 
 A choice changes the time, never the meaning: what a kernel does not take (zero points,
 odd layouts, sharded arrays) is left to XLA. `implementation` overrides it:
@@ -273,12 +274,44 @@ def quantize(
     if is_seeded and why_not_quantize(x, spec, summed, factor) is None:
         seed = None if spec.rounding == "nearest" else rounding.seed(key, site)
         how = {"summed": summed, "both": both, "factor": factor}
-        return _kernels().quantize(x, spec, range_, seed, interpret=_interpret(), **how)
+        found = _kernels().quantize(
+            x, spec, range_, seed, interpret=_interpret(), **how
+        )
+        return found.codes, found.again
     if factor is not None:
         x = x * factor
     range_ = calibrate(x, spec) if range_ is None else range_
     q = quantize_to_range(x, spec, range_, key, site)
     return q, q
+
+
+def quantize_twice(
+    x: jax.Array,
+    specs: tuple[Spec, Spec],
+    summed: tuple[tuple[int, ...], tuple[int, ...]],
+    range_: Range | None = None,
+    largest: bool = False,
+) -> tuple[QArray, QArray, jax.Array | None] | None:
+    """x quantized for two matmuls, each under its own Spec, from one read; and max |x|, if
+    it is wanted and was found on the way. None if no kernel does that: quantize it twice.
+
+    Args:
+        summed: the axes either matmul sums over.
+        range_: found earlier, the same for both.
+    """
+    if any(spec.rounding != "nearest" for spec in specs):
+        return None  # either with a noise of its own
+    if sorted(summed[0] + summed[1]) != list(range(x.ndim)):
+        return None
+    if any(why_not_quantize(x, s, axes) is not None for s, axes in zip(specs, summed)):
+        return None
+    how = {"summed": summed[0], "interpret": _interpret()}
+    if specs[0] == specs[1]:
+        how |= {"both": True, "factor": None, "largest": largest}
+        return _kernels().quantize(x, specs[0], range_, None, **how)
+    if range_ is not None or _kernels().why_not_tiles(x, specs, summed[0]) is not None:
+        return None
+    return _kernels().quantize_tiles(x, specs, **how)
 
 
 def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:

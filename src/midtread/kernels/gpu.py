@@ -258,9 +258,22 @@ def why_not_quantize(x, spec, summed, factor) -> str | None:
     return None
 
 
+class Quantized(NamedTuple):
+    """Codes for a matmul, and for another that sums over the other axes."""
+
+    codes: QArray
+    again: QArray
+    largest: jax.Array | None  # max |x|, where it was found on the way
+
+
+def _is_absmax(spec, range_) -> bool:
+    """Whether scales are found from all of the data, as kernels find them."""
+    return spec.method == "absmax" and not spec.calibration.args and range_ is None
+
+
 def quantize(
-    x, spec, range_, seed, *, summed, both, factor, interpret
-) -> tuple[QArray, QArray]:
+    x, spec, range_, seed, *, summed, both, factor, interpret, largest=False
+) -> Quantized:
     """`seed`: the hash that noise starts from, where rounding is by chance."""
     sides = _sides(x.shape, summed)
     first = sides.num_leading
@@ -273,28 +286,85 @@ def quantize(
     along = None if factor is None else _as_matrix(factor, x.shape, first)
     copies = ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
     copies = copies if both else copies[:1]
-    is_absmax = spec.method == "absmax" and not spec.calibration.args and range_ is None
     fitted = laid(counts, x.shape, first)
     is_rows = fitted is not None and fitted[1] == [sides.rows, 1]
     fits = sides.columns * x.dtype.itemsize <= quantize_gpu.MAX_ROW
-    if is_rows and is_absmax and fits:
+    maxima = []
+    if is_rows and _is_absmax(spec, range_) and fits:
         codes, scale = quantize_gpu.rows(matrix, spec.format, factor=along, **how)
         found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
         scale = scale.reshape(counts)
+    elif (
+        factor is None
+        and copies == ("plain",)
+        and _has_row_tiles(x, spec, range_, first)
+    ):
+        codes, scale = quantize_gpu.tiles(matrix, spec.format, interpret=interpret)
+        found, scale = {"plain": codes}, scale.T.reshape(counts)
     else:
         if range_ is None:
             range_ = calibrate(x if factor is None else x * factor, spec)
-        scale = settled(scales_of(range_, spec).scale.astype(x.dtype))
+        scale = _known(range_, spec, x.dtype)
         inverse = 1 / _as_matrix(scale.astype(jnp.float32), x.shape, first)
         written = quantize_gpu.cast(
-            matrix, inverse, spec.format, copies, factor=along, **how
+            matrix, inverse, spec.format, copies, factor=along, largest=largest, **how
         )
         found = {k: v.T if k == "transposed" else v for k, v in zip(copies, written)}
+        maxima = written[len(copies) :]
     arrays = [
         QArray(found[c].reshape(x.shape), scale, None, spec.format.qtype)
         for c in copies
     ]
-    return arrays[0], arrays[-1]
+    of_all = quantize_gpu.as_float(jnp.max(maxima[0]), x.dtype) if maxima else None
+    return Quantized(arrays[0], arrays[-1], of_all)
+
+
+def _has_row_tiles(x, spec, range_, first: int) -> bool:
+    """Whether `tiles` finds the scales: the largest magnitude of TILE neighbours in a row."""
+    if not _is_absmax(spec, range_) or spec.rounding != "nearest":
+        return False
+    found = laid(spec.layout(x.shape)[1], x.shape, first)
+    rows, columns = (math.prod(part) for part in (x.shape[:first], x.shape[first:]))
+    is_settled = x.dtype.name != "float16"  # its scales are rounded otherwise
+    return is_settled and found is not None and found[1] == [rows, columns // TILE]
+
+
+def _known(range_, spec, dtype) -> jax.Array:
+    return settled(scales_of(range_, spec).scale.astype(dtype))
+
+
+def why_not_tiles(x, specs, summed: tuple[int, ...]) -> str | None:
+    """Why one read does not do for codes under two specs, the first for a sum over
+    `summed`, the second for one over the other axes; both have kernels by themselves."""
+    sides = _sides(x.shape, summed)
+    assert sides is not None  # or why_not_quantize had said so
+    by_row, by_column = specs if sides.sums_columns else specs[::-1]
+    if by_row.format != by_column.format:
+        return "two formats at once have no kernel"
+    first = sides.num_leading
+    found = laid(by_column.layout(x.shape)[1], x.shape, first)
+    is_column = found is not None and found[1] == [sides.rows // TILE, sides.columns]
+    if not is_column or not _has_row_tiles(x, by_row, None, first):
+        return f"its scales are not one per {TILE} of a row, and of a column"
+    if by_column.rounding != "nearest":
+        return "rounding by chance needs a noise for either"
+    return None
+
+
+def quantize_tiles(x, specs, *, summed, interpret) -> Quantized:
+    """x under two specs that `why_not_tiles` has nothing against."""
+    sides = _sides(x.shape, summed)
+    by_row, by_column = specs if sides.sums_columns else specs[::-1]
+    columns = _known(calibrate(x, by_column), by_column, x.dtype)
+    inverse = 1 / _as_matrix(columns.astype(jnp.float32), x.shape, sides.num_leading)
+    matrix, fmt = x.reshape(sides.rows, sides.columns), by_row.format
+    plain, rows, turned = quantize_gpu.tiles(matrix, fmt, inverse, interpret=interpret)
+    rows = rows.T.reshape(by_row.layout(x.shape)[1])
+    one, two = (
+        QArray(codes.reshape(x.shape), scale, None, fmt.qtype)
+        for codes, scale in ((plain, rows), (turned.T, columns))
+    )
+    return Quantized(*((one, two) if sides.sums_columns else (two, one)), largest=None)
 
 
 # --- kernels as functions ---------------------------------------------------------------------

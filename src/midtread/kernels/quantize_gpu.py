@@ -3,10 +3,13 @@
     rows(x)            one scale per row; x is read once
     cast(x, inverse)   codes under scales known already: as they lie, transposed, or both
                        from one read. 8-bit matmuls want the summed axis innermost, and
-                       the backward sums over another axis than the forward
+                       the backward sums over another axis than the forward. Also max |x|,
+                       for whoever wants to know it of the next x
+    tiles(x)           one scale per TILE of a row, x is read once; transposed codes under
+                       other scales, known already, from the same read
 
-Either may multiply x by a factor first: the backward folds the forward's scales into g.
-Either may round by chance: the noise is that of numerics/rounding.py, a hash of the key and
+The first two may multiply x by a factor first: the backward folds the forward's scales
+into g. They may round by chance: the noise is that of numerics/rounding.py, a hash of the key and
 of an element's position, of which a kernel gets the parts for rows and for columns and
 mixes them; so the codes are the same, too.
 The numbers are those of numerics/: absmax and product rounded to x's dtype, scale =
@@ -43,10 +46,15 @@ def _magnitude(x):
     return bits.astype(jnp.int32)
 
 
+def as_float(magnitude, dtype):
+    """|x| again."""
+    kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
+    return lax.bitcast_convert_type(magnitude.astype(kind), dtype)
+
+
 def _scale(largest, dtype, fmt: Format):
     """The scale of numerics/scales.py from the largest magnitude's bits, in float32."""
-    kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
-    absmax = lax.bitcast_convert_type(largest.astype(kind), dtype).astype(jnp.float32)
+    absmax = as_float(largest, dtype).astype(jnp.float32)
     raw = absmax * np.float32(1 / fmt.bound)
     if np.dtype(dtype) == jnp.bfloat16:
         raw = raw.astype(dtype).astype(jnp.float32)
@@ -194,9 +202,9 @@ def rows(
 # --- scales known already ---------------------------------------------------------------------
 
 
-def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance):
+def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance, num_outputs):
     x, noise = x_ref[:, :], None
-    given, written = refs[: -len(copies)], refs[-len(copies) :]
+    given, written = refs[:-num_outputs], refs[-num_outputs:]
     if by_chance:
         *given, of_rows, of_columns = given
         noise = _noise((of_rows, of_columns))
@@ -205,6 +213,8 @@ def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance):
     codes = _codes(x, inverse_ref[:, :], fmt, native, noise)
     for ref, copy in zip(written, copies):
         ref[:, :] = codes if copy == "plain" else codes.T
+    if num_outputs > len(copies):
+        written[-1][0, 0] = jnp.max(jnp.max(_magnitude(x), axis=1))
 
 
 def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
@@ -226,6 +236,7 @@ def cast(
     *,
     factor: jax.Array | None = None,
     noise: tuple[jax.Array, jax.Array] | None = None,
+    largest: bool = False,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Codes of x [M, N] under 1 / scale; `copies` among plain and transposed.
@@ -234,13 +245,18 @@ def cast(
         inverse: float32 [r, c], r and c 1, or one per element, or one per TILE.
         factor: in x's dtype, extents likewise.
         noise: as in `rows`.
+        largest: whether to return last, of each block, the largest |x| as `as_float`
+            takes it.
     """
     m, n = x.shape
     block = (BLOCK, TILE if n % TILE == 0 else BLOCK)
+    grid = m // block[0], n // block[1]
     placed = {
         "plain": ((m, n), block, lambda i, j: (i, j)),
         "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
     }
+    outputs = [(fmt.dtype, *placed[c]) for c in copies]
+    outputs += [(jnp.int32, grid, (1, 1), lambda i, j: (i, j))] * largest
     parts = [inverse] if factor is None else [inverse, factor]
     specs = [_beside(part.shape, x.shape, block) for part in parts]
     if noise is not None:
@@ -251,12 +267,56 @@ def cast(
         ]
     x, *parts = alike(x, *parts)
     how = {"native": not interpret, "by_chance": noise is not None}
+    how["num_outputs"] = len(outputs)
     return pl.pallas_call(
         functools.partial(_cast_body, fmt=fmt, copies=copies, **how),
+        grid=grid,
+        in_specs=[pl.BlockSpec(block, lambda i, j: (i, j)), *specs],
+        out_specs=[pl.BlockSpec(*where) for _, _, *where in outputs],
+        out_shape=[result(shape, dtype, x) for dtype, shape, *_ in outputs],
+        compiler_params=triton_params(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(x, *parts)
+
+
+# --- a scale per tile of a row, and another per tile of a column ------------------------------
+
+
+def _tiles_body(x_ref, *refs, fmt, native):
+    *inverse, codes_ref, scale_ref = refs[: 2 + len(refs) // 4]
+    x = x_ref[:, :]
+    scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
+    codes_ref[:, :] = _codes(x, (1 / scale)[:, None], fmt, native)
+    scale_ref[0, :] = scale.astype(scale_ref.dtype)
+    if inverse:
+        refs[-1][:, :] = _codes(x, inverse[0][:, :], fmt, native).T
+
+
+def tiles(
+    x: jax.Array,
+    fmt: Format,
+    inverse: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """[M, N] codes and [N / TILE, M] scales, one per TILE of a row of x [M, N], from one
+    read; with `inverse`, 1 / scale along columns as in `cast`, [N, M] codes under it too.
+    """
+    (m, n), block = x.shape, (BLOCK, TILE)
+    parts = [] if inverse is None else [inverse]
+    specs = [_beside(part.shape, x.shape, block) for part in parts]
+    placed = [
+        (fmt.dtype, (m, n), block, lambda i, j: (i, j)),
+        (x.dtype, (n // TILE, m), (1, block[0]), lambda i, j: (j, i)),
+        (fmt.dtype, (n, m), block[::-1], lambda i, j: (j, i)),
+    ][: 2 + len(parts)]
+    x, *parts = alike(x, *parts)
+    return pl.pallas_call(
+        functools.partial(_tiles_body, fmt=fmt, native=not interpret),
         grid=(m // block[0], n // block[1]),
         in_specs=[pl.BlockSpec(block, lambda i, j: (i, j)), *specs],
-        out_specs=[pl.BlockSpec(*placed[c][1:]) for c in copies],
-        out_shape=[result(placed[c][0], fmt.dtype, x) for c in copies],
+        out_specs=[pl.BlockSpec(*how) for _, _, *how in placed],
+        out_shape=[result(shape, dtype, x) for dtype, shape, *_ in placed],
         compiler_params=triton_params(num_warps=4, num_stages=1),
         interpret=interpret,
     )(x, *parts)

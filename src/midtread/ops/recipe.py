@@ -13,7 +13,8 @@ slot is also the residual policy, since it decides what is kept until the backwa
              (g . s) @ codes == g @ (s . codes). A tile of the forward's summed axis
              cannot be folded; 2-D blocks can, being the same from both sides
     None     the float operand, and an exact straight-through gradient: this is QAT
-    Spec     the float operand, quantized again along the backward's own axes
+    Spec     the float operand, quantized again along the backward's own axes; or the
+             codes that this gives, where a kernel makes both at once
 
 AQT writes drhs as (g, lhs): its `drhs.lhs` is our `drhs.g`, its `drhs.rhs` our
 `drhs.lhs`. TE and AQT differ from Qwix only in these six slots; see RECIPES.

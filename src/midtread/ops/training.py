@@ -24,7 +24,7 @@ from midtread.numerics.spec import Spec
 from midtread.ops import witness
 from midtread.ops.contraction import Contraction
 from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
-from midtread.ops.recipe import REUSE, Recipe
+from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
 from midtread.ops.untouched import untouched
 
 
@@ -69,7 +69,7 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _train(how, c, lhs, rhs, ranges, key):
-    return _forward(how, c, lhs, rhs, ranges, key)[0]
+    return _forward(how, c, lhs, rhs, ranges, key, learns=False)[0]
 
 
 class _Residual(NamedTuple):
@@ -81,7 +81,7 @@ class _Residual(NamedTuple):
 
 
 @untouched
-def _forward(how, c, lhs, rhs, ranges, key):
+def _forward(how, c, lhs, rhs, ranges, key, learns=True):
     recipe = how.recipe
     specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
@@ -96,17 +96,34 @@ def _forward(how, c, lhs, rhs, ranges, key):
             if spec.calibration.clips and recipe.mask_clipped:
                 range_ = calibrate(x, spec) if range_ is None else range_
                 mask = jnp.packbits(is_inside(x, range_), axis=-1)
-            used, again = choose.quantize(
+            twice = None
+            if learns and range_ is None and isinstance(slot, Spec):
+                twice = _also_for_backward(c, recipe, name, x, spec)
+            used, again = twice or choose.quantize(
                 x, spec, range_, key, (how.site, name),
-                summed=_summed_axes(c, name), both=slot is REUSE,
+                summed=_summed_axes(c, name), both=learns and slot is REUSE,
             )  # fmt: skip
+            again = again if twice or slot is REUSE else x
         operands.append(used)
         dtype = x.dtype if _is_float(x) else jnp.int8
-        value = again if slot is REUSE or isinstance(x, QArray) else x
-        kept.append(_Residual(value, mask, jnp.zeros((0,), dtype)))
+        kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
     lhs, rhs = operands
     out = contract(c, lhs, rhs, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
+
+
+def _also_for_backward(c, recipe: Recipe, side: str, x: jax.Array, spec: Spec):
+    """Codes of x for the forward, and those the backward would make of it later; None if
+    no kernel makes both from one read. They are half the bytes of what made them."""
+    back, slot = (
+        (c.drhs, recipe.drhs.lhs) if side == "lhs" else (c.dlhs, recipe.dlhs.rhs)
+    )
+    again = back.place(slot, side)
+    if again == spec or (side == "lhs" and recipe.drhs.hadamard):
+        return None
+    summed = _summed_axes(c, side), _summed_axes(back, side)
+    found = choose.quantize_twice(x, (spec, again), summed)
+    return None if found is None else found[:2]
 
 
 def _is_float(x: Operand) -> bool:
@@ -117,16 +134,22 @@ def _is_float(x: Operand) -> bool:
 def _backward(how, residuals, g):
     c, lhs, rhs, g_range, key = residuals
     recipe, g = how.recipe, _first_order_only(g)
-    back = functools.partial(_gradient, c, g=g, g_range=g_range, noise=(key, how.site))
-    dlhs = back("lhs", recipe.dlhs, lhs, rhs) if _wants_gradient(lhs) else None
-    drhs = back("rhs", recipe.drhs, rhs, lhs) if _wants_gradient(rhs) else None
+    noise = key, how.site
+    of = {"lhs": (recipe.dlhs, lhs, rhs), "rhs": (recipe.drhs, rhs, lhs)}
+    ways = {
+        side: _way(c, side, gemm, mine, theirs, g, noise)
+        for side, (gemm, mine, theirs) in of.items()
+        if _wants_gradient(mine)
+    }
+    codes, size = _codes_of_g(ways, g_range, noise)
+    grads = {side: _gradient(way, codes[side], noise) for side, way in ways.items()}
     seen = None
     if g_range is not None:
         specs = [s for s in (recipe.dlhs.g, recipe.drhs.g) if s is not None]
         how = next((s for s in specs if s.method != "fixed"), None)
-        size = largest(g, how)
+        size = largest(g, how) if size is None else size
         seen = {k: jnp.full_like(v, size.reshape(())) for k, v in g_range.items()}
-    return None, dlhs, drhs, Ranges(None, None, seen), None
+    return None, grads.get("lhs"), grads.get("rhs"), Ranges(None, None, seen), None
 
 
 def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
@@ -144,35 +167,75 @@ def _wants_gradient(x: _Residual) -> bool:
     return is_wide(x.like.dtype)
 
 
-def _gradient(c, side, gemm, mine, theirs, *, g, g_range, noise) -> jax.Array:
-    """The gradient of one operand: g with what was kept of the other.
+class _Way(NamedTuple):
+    """The gradient of one operand before it is made: g with what was kept of the other.
 
     dlhs = back(g, rhs) and drhs = back(lhs, g): g stands where the operand stood.
     """
-    other = "rhs" if side == "lhs" else "lhs"
+
+    side: str
+    back: Contraction
+    gemm: Dlhs | Drhs
+    mine: _Residual
+    g: jax.Array
+    spec: Spec | None  # of g
+    factor: jax.Array | None  # to multiply g by
+    y: Operand
+
+    @property
+    def summed(self) -> tuple[int, ...]:  # of g
+        return _summed_axes(self.back, self.side)
+
+
+def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
     back = dataclasses.replace(
         c.dlhs if side == "lhs" else c.drhs, out_sharding=_explicit_sharding(mine.value)
     )
-    key, site = noise
-    slot = getattr(gemm, other)
-    g_spec = back.place(gemm.g, side)
-    y_spec = back.place(slot, other) if isinstance(slot, Spec) else None
-    y = theirs.value
+    y, factor, spec = theirs.value, None, back.place(gemm.g, side)
     if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):
-        g, y = _rotate(back, gemm.hadamard, g, y, key, site)
-    if g_spec is not None:
-        factor, y = _fold(c, other, g, y)
-        summed = _summed_axes(back, side)
-        if g_spec.method == "fixed":
-            g_range = None  # a constant: what others have seen does not matter
-        g, _ = choose.quantize(
-            g, g_spec, g_range, key, (site, "g", side), summed=summed, factor=factor
+        g, y = _rotate(back, gemm.hadamard, g, y, *noise)
+    if spec is not None:
+        factor, y = _fold(c, "rhs" if side == "lhs" else "lhs", g, y)
+    return _Way(side, back, gemm, mine, g, spec, factor, y)
+
+
+def _codes_of_g(ways: dict[str, _Way], g_range, noise):
+    """g as each of its matmuls wants it, and max |g| where a kernel saw all of g."""
+    key, site = noise
+    # of a constant: what others have seen does not matter
+    known = lambda way: None if way.spec.method == "fixed" else g_range
+    if len(ways) == 2:
+        one, two = ways.values()
+        alike = one.g is two.g and one.factor is None and two.factor is None
+        if alike and one.spec is not None and two.spec is not None:
+            found = choose.quantize_twice(
+                one.g, (one.spec, two.spec), (one.summed, two.summed), known(one),
+                largest=one.spec.method == "delayed",
+            )  # fmt: skip
+            if found is not None:
+                return dict(zip(ways, found)), found[2]
+    codes = {}
+    for side, way in ways.items():
+        codes[side] = way.g
+        if way.spec is not None:
+            codes[side], _ = choose.quantize(
+                way.g, way.spec, known(way), key, (site, "g", side),
+                summed=way.summed, factor=way.factor,
+            )  # fmt: skip
+    return codes, None
+
+
+def _gradient(way: _Way, g: Operand, noise) -> jax.Array:
+    key, site = noise
+    other = "rhs" if way.side == "lhs" else "lhs"
+    slot, y = getattr(way.gemm, other), way.y
+    if isinstance(slot, Spec) and _is_float(y):
+        spec, summed = way.back.place(slot, other), _summed_axes(way.back, other)
+        y, _ = choose.quantize(
+            y, spec, None, key, (site, other, way.side), summed=summed
         )
-    if y_spec is not None and _is_float(y):
-        summed = _summed_axes(back, other)
-        y, _ = choose.quantize(y, y_spec, None, key, (site, other, side), summed=summed)
-    pair = (g, y) if side == "lhs" else (y, g)
-    return _finish(contract(back, *pair, gemm.accumulate), mine)
+    pair = (g, y) if way.side == "lhs" else (y, g)
+    return _finish(contract(way.back, *pair, way.gemm.accumulate), way.mine)
 
 
 def _explicit_sharding(x: Operand):
