@@ -90,6 +90,22 @@ def test_block_scaled_matmul(equation):
         assert error(by_kernel(run, x, w), by_xla(run, x, w)) < 4e-3
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 3968, 512), (384, 640, 384)])
+def test_block_scaled_sizes(m, n, k):
+    """Many blocks to a program or fewer than programs; the last pair half outside."""
+    x = mt.quantize(random(1, m, k), "e4m3", channelwise_axes=[0], tiled_axes={1: 128})
+    for kept, tiles in (((), {0: 128, 1: 128}), ((1,), {0: 128})):
+        w = random(2, k, n)
+        w = mt.quantize(w, "e4m3", channelwise_axes=kept, tiled_axes=tiles)
+        assert error(by_kernel(mt.dot, x, w), by_xla(mt.dot, x, w)) < 4e-3
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 3968, 512), (300, 520, 384)])
+def test_one_scale_for_all(m, n, k):
+    x, w = mt.quantize(random(1, m, k), "e4m3"), mt.quantize(random(2, k, n), "e4m3")
+    assert error(by_kernel(mt.dot, x, w), by_xla(mt.dot, x, w)) < 4e-3
+
+
 FORMATS = [
     ("int8", None),
     ("int8", 128),

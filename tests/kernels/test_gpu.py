@@ -332,11 +332,28 @@ def test_scaled_matmul(equation):
 
 
 @needs_interpreter
-def test_block_scaled_matmul():
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_several_blocks_to_a_program(num_steps):
+    """With whole rounds of the ring, and without; one scale for all rows, or many."""
+    blocks = matmul_gpu.Blocks(64, 128, 128, 4)
+    a, b = (random(i, 320, 128 * num_steps).astype(jnp.float8_e4m3fn) for i in (1, 2))
+    sa, sb = jnp.full((1,), 0.5), jnp.linspace(1, 2, 320)
+    for scales in ((sa, sb), (sb, sa), (sb, sb)):
+        got = matmul_gpu.scaled_matmul(a, b, *scales, jnp.float32, blocks, True)
+        want = wide(a) @ wide(b).T * wide(scales[0])[:, None] * wide(scales[1])
+        assert error(got, want) < 1e-6
+
+
+@needs_interpreter
+@pytest.mark.parametrize("k", [256, 384])
+@pytest.mark.parametrize("is_block", [True, False])
+def test_block_scaled_matmul(k, is_block):
     x = mt.quantize(
-        random(1, 256, 256), "e4m3", channelwise_axes=[0], tiled_axes={1: 128}
+        random(1, 384, k), "e4m3", channelwise_axes=[0], tiled_axes={1: 128}
     )
-    w = mt.quantize(random(2, 256, 256), "e4m3", tiled_axes={0: 128, 1: 128})
+    tiles = {0: 128, 1: 128} if is_block else {0: 128}
+    kept = [] if is_block else [1]
+    w = mt.quantize(random(2, k, 384), "e4m3", channelwise_axes=kept, tiled_axes=tiles)
     run = lambda x, w: mt.dot(x, w, preferred_element_type=jnp.float32)
     assert error(interpreted(run, x, w), run(x, w)) < 1e-6
 
@@ -448,6 +465,11 @@ def test_hopper_kernels_lower_for_cuda(out):
             lambda a, b, s, t: matmul_gpu.scaled_matmul(a, b, s, t, out, blocks),
             codes, codes, vector, vector,
         )  # fmt: skip
+    one = SHAPE((1,), jnp.float32)
+    lower(
+        lambda a, b, s, t: matmul_gpu.scaled_matmul(a, b, s, t, out, blocks),
+        float8, float8, one, one,
+    )  # fmt: skip
     for scales in (tiles, SHAPE((8, 4), jnp.float32)):
         lower(
             lambda a, b, s, t: blocked_gpu.blocked_matmul(a, b, s, t, out),

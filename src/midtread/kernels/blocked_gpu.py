@@ -9,7 +9,8 @@ short fp8 accumulators. Weights have one scale per block of columns, so it joins
 scales as a number; two operands in 1x128 tiles (the weight gradient) need it by column.
 
 The walk, the ring of buffers and the writing are matmul_gpu's. Three warpgroups multiply,
-each with 64 rows: one scales while the tensor cores work for another.
+each with 64 rows: one scales while the tensor cores work for another. Two programs side by
+side fetch a's rows once for both.
 """
 
 import functools
@@ -32,21 +33,22 @@ TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8
 CTA = ROWS * GROUPS, TILE
 
 
-def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int):
+def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, pair: bool):
     (m, k), n = a_gmem.shape, b_gmem.shape[0]
-    grid = pl.cdiv(m, CTA[0]), pl.cdiv(n, CTA[1])
+    grid = pl.cdiv(m, CTA[0]), pl.cdiv(n, CTA[1] * (2 if pair else 1))
     by_column = sb_gmem.shape[1] == n
 
-    codes = lambda rows, dtype: plgpu.BlockSpec(
+    codes = lambda rows, dtype, shared: plgpu.BlockSpec(
         (rows, TILE),
         lambda t: (0, t),
         transforms=in_order(TILE, dtype),
         memory_space=plgpu.SMEM,
+        collective_axes=("pair",) if shared else (),
     )
     scales = lambda extent: plgpu.BlockSpec(
         (1, extent), lambda t: (t, 0), memory_space=plgpu.SMEM
     )
-    specs = [codes(CTA[0], a_gmem.dtype), codes(CTA[1], b_gmem.dtype)]
+    specs = [codes(CTA[0], a_gmem.dtype, pair), codes(CTA[1], b_gmem.dtype, False)]
     specs += [scales(CTA[0])] + [scales(CTA[1])] * by_column
 
     def inputs(i, j):
@@ -55,26 +57,30 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int):
         return [*parts, sb_gmem.at[:, columns]] if by_column else parts
 
     def find(index):
-        i, j = plgpu.planar_snake(index, grid, 0, WIDTH)
+        i, j = plgpu.planar_snake(index, grid, 1, WIDTH)
+        if pair:
+            j = j * 2 + lax.axis_index("pair")
         wg = lax.axis_index("wg")
         mine = pl.ds(wg * ROWS, ROWS)
+        tile = lax.min(j, n // TILE - 1)  # of a pair one may stick out altogether
 
         def step(index, a_smem, b_smem, sa_smem, *rest):
             *sb_smem, total = rest
+            # What fits into registers is loaded before the tensor cores are waited for.
+            layout = plgpu.Layout.WGMMA
+            sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
+            if not by_column:
+                sa = sa * sb_gmem[index[0], tile]
 
             def one_tile(acc):
                 plgpu.wgmma(acc, a_smem.at[mine], transposed(b_smem))
                 return acc[...]
 
             part = pl.run_scoped(one_tile, plgpu.ACC((ROWS, TILE), jnp.float32))
-            layout = plgpu.Layout.WGMMA
-            sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
-            if not by_column:
-                sa = sa * sb_gmem[index[0], j]
-                return total + part * lax.broadcast_in_dim(sa, part.shape, [0])
-            sb = load_slice(sb_smem[0].at[0], 0, TILE, layout.reduce(0))
             both = lax.broadcast_in_dim(sa, part.shape, [0])
-            both = both * lax.broadcast_in_dim(sb, part.shape, [1])
+            if by_column:
+                sb = load_slice(sb_smem[0].at[0], 0, TILE, layout.reduce(0))
+                both = both * lax.broadcast_in_dim(sb, part.shape, [1])
             return total + part * both
 
         def finish(run, out_smem):
@@ -100,9 +106,10 @@ def blocked_matmul(
 ) -> jax.Array:
     """[M, N]; `sb_TN` may have one entry per 128 columns."""
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
+    pair = not interpret  # the interpreter has no clusters
     return launch(
-        functools.partial(_body, stages=stages),
+        functools.partial(_body, stages=stages, pair=pair),
         jax.ShapeDtypeStruct((a_MK.shape[0], b_NK.shape[0]), out_dtype),
         (a_MK, b_NK, sa_TM, sb_TN),
-        groups=GROUPS, interpret=interpret,
+        groups=GROUPS, pair=pair, interpret=interpret,
     )  # fmt: skip

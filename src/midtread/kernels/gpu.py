@@ -95,7 +95,8 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
     scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
     vectors = [
-        _spread(s, (v.shape[0], 1)).reshape(-1) for s, v in zip(scales, operands)
+        s.reshape(-1) if s.size == 1 else _spread(s, (v.shape[0], 1)).reshape(-1)
+        for s, v in zip(scales, operands)
     ]
     sizes = [v.shape[0] for v in operands]
     shapes = [
@@ -103,8 +104,12 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
         for v, by in zip(operands, (8, 64))
     ]
     operands = [views.pad_to(v, shape) for v, shape in zip(operands, shapes)]
-    vectors = [views.pad_to(v, shape[:1]) for v, shape in zip(vectors, shapes)]
-    out = _scaled_call(out_dtype, interpret)(*operands, *vectors)
+    vectors = [
+        v if v.size == 1 else views.pad_to(v, shape[:1])
+        for v, shape in zip(vectors, shapes)
+    ]
+    single = vectors[0].size == 1, vectors[1].size == 1
+    out = _scaled_call(out_dtype, single, interpret)(*operands, *vectors)
     out = views.crop_to(out, sizes)
     extents = _extents(labels, lhs, rhs)
     return out.reshape([extents[x] for x in labels[2]])
@@ -371,7 +376,9 @@ def quantize_tiles(x, specs, *, summed, interpret) -> Quantized:
 
 
 @functools.cache
-def _scaled_call(out_dtype, interpret: bool) -> Callable:
+def _scaled_call(out_dtype, single: tuple[bool, bool], interpret: bool) -> Callable:
+    """`single`: whether either operand has one scale for all its rows."""
+
     def plain(a, b, sa, sb):
         numbers = (((1,), (1,)), ((), ()))
         wide = jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32
@@ -382,8 +389,10 @@ def _scaled_call(out_dtype, interpret: bool) -> Callable:
         blocks = tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
         return matmul_gpu.scaled_matmul(a, b, sa, sb, out_dtype, blocks, interpret)
 
-    axes = "m k, n k, m, n -> m n"
-    return as_function(kernel, plain, axes, ("k",), can_place=not interpret)
+    names = [one if is_one else many for is_one, one, many in zip(single, "uv", "mn")]
+    axes = f"m k, n k, {names[0]}, {names[1]} -> m n"
+    replicated = ("k", *(x for x in names if x in "uv"))
+    return as_function(kernel, plain, axes, replicated, can_place=not interpret)
 
 
 @functools.cache

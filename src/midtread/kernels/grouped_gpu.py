@@ -105,7 +105,7 @@ def _rows_body(
         steps = jnp.where(group < num_groups, pl.cdiv(k, blocks.k), 0)
         return Job(inputs, specs, steps, *multiplying(blocks, a_gmem.dtype, wg, write))
 
-    example = Job([a_gmem, b_gmem.at[0]], specs, blocks.stages, nothing, nothing)
+    example = Job([a_gmem, b_gmem.at[0]], specs, None, nothing, nothing)
     over_blocks(
         find, grid[0] * grid[1], example, out_gmem.dtype, groups=2, stages=blocks.stages
     )
@@ -245,7 +245,7 @@ def _sums_body(
         return Job(inputs, specs, steps, *how)
 
     specs = code_specs(a_gmem, b_gmem, blocks, 0)
-    example = Job([a_gmem, b_gmem], specs, blocks.stages, nothing, nothing)
+    example = Job([a_gmem, b_gmem], specs, None, nothing, nothing)
     count = num_groups * per_group
     over_blocks(find, count, example, out_gmem.dtype, groups=2, stages=blocks.stages)
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels.pallas_compat import (
+    consumed,
     interpreter,
     load_slice,
     num_cores,
@@ -89,7 +90,7 @@ class Job(NamedTuple):
 
     inputs: list  # what to fetch from, in global memory
     specs: list  # of the blocks fetched in a step
-    steps: Any
+    steps: Any  # of an example None where it differs from job to job
     step: Callable  # (index, *blocks in shared memory, carry) -> carry
     finish: Callable  # (run, out_smem): makes a carry, runs the steps from it, writes
 
@@ -102,17 +103,22 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
         example: whose inputs and specs are like those of all jobs.
         groups: warpgroups that multiply.
     """
+    # Where all jobs take whole rounds of the ring, the fetching warpgroup need not wait for
+    # a job's end: it goes on with the next one while the others write their results.
+    goes_on = isinstance(example.steps, int) and example.steps % stages == 0
+    goes_on &= all(spec.delay_release == 0 for spec in example.specs)
 
     def pipeline(job: Job, finish):
         return plgpu.emit_pipeline_warp_specialized(
             job.step,
-            grid=(job.steps,),
+            grid=(stages if job.steps is None else job.steps,),
             memory_registers=40,
             in_specs=job.specs,
             wg_axis="wg",
             num_compute_wgs=groups,
             max_concurrent_steps=stages,
             compute_context=finish,
+            pipeline_state=plgpu.PipelinePipeline.STEADY if goes_on else None,
         )
 
     @functools.partial(
@@ -124,13 +130,25 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
         collective_axes="wg",
     )
     def _(ring, out_smem):
-        mine = out_smem.at[lax.axis_index("wg")]
+        wg = lax.axis_index("wg")
+        mine = out_smem.at[wg]
+        free = consumed(ring) if goes_on else None
+
+        @pl.when(wg < groups)
+        def _():  # at first all buffers are free
+            for slot in range(stages if goes_on else 0):
+                plgpu.barrier_arrive(free.at[slot])
 
         @plgpu.nd_loop((count,), collective_axes="sm")
         def _(loop):
             job = find(loop.index[0])
             finish = functools.partial(job.finish, out_smem=mine)
             pipeline(job, finish)(*job.inputs, allocations=ring)
+
+        @pl.when(wg == groups)
+        def _():  # and at last again
+            for slot in range(stages if goes_on else 0):
+                plgpu.barrier_wait(free.at[slot])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -229,11 +247,15 @@ def multiplying(blocks: Blocks, dtype, wg, write: Callable, edit=None):
 
 
 def scaled_by(out, sa_gmem, row, sb_gmem, column):
-    """A warpgroup's block times the scales of its rows and columns."""
-    sa = load_slice(sa_gmem, row, out.shape[0], plgpu.Layout.WGMMA.reduce(1))
-    sb = load_slice(sb_gmem, column, out.shape[1], plgpu.Layout.WGMMA.reduce(0))
-    out = out * lax.broadcast_in_dim(sa, out.shape, [0])
-    return out * lax.broadcast_in_dim(sb, out.shape, [1])
+    """A warpgroup's block times the scales of its rows and columns, or one for all."""
+    for axis, scales, start in ((0, sa_gmem, row), (1, sb_gmem, column)):
+        if scales.shape[0] == 1:
+            out = out * scales[0]
+            continue
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        part = load_slice(scales, start, out.shape[axis], layout)
+        out = out * lax.broadcast_in_dim(part, out.shape, [axis])
+    return out
 
 
 def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
@@ -281,13 +303,16 @@ def scaled_matmul(
     blocks: Blocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] of codes and float32 scales. Edges of blocks that stick out read as zeros."""
+    """[M, N] of codes and float32 scales, one for each row and column, or one for all.
+    Edges of blocks that stick out read as zeros."""
     m, n = a_MK.shape[0], b_NK.shape[0]
     if interpret:  # the interpreter has no clusters
         blocks = dataclasses.replace(blocks, pair=False)
     cta_m, cta_n = blocks.cta
-    sa_M = jnp.pad(sa_M, (0, -m % (2 * cta_m)))
-    sb_N = jnp.pad(sb_N, (0, -n % cta_n))
+    sa_M, sb_N = (
+        s if s.shape[0] == 1 else jnp.pad(s, (0, -extent % multiple))
+        for s, extent, multiple in ((sa_M, m, 2 * cta_m), (sb_N, n, cta_n))
+    )
     return launch(
         functools.partial(_body, blocks=blocks),
         jax.ShapeDtypeStruct((m, n), out_dtype),

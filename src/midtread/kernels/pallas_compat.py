@@ -90,6 +90,13 @@ def load_slice(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     return read(ref.at[index], layout=layout, optimized=False)
 
 
+def consumed(ring: Any) -> Any:
+    """Of the allocations of emit_pipeline_warp_specialized the barriers, one per buffer,
+    at which those who multiply say that it may be filled again."""
+    (barriers,) = ring["flat_consumed_barrier_refs"]  # so from jax 0.10 to 0.12
+    return barriers
+
+
 def interpreter() -> dict[str, Any]:
     """The arguments that have a Mosaic kernel interpreted."""
     if InterpretGPUParams is None:
