@@ -1,6 +1,7 @@
 """GPU kernels without a GPU: Triton interpreted, Mosaic interpreted where JAX can (0.12),
 all of them lowered for CUDA. On a GPU: tests/device/test_kernels.py."""
 
+import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -25,6 +26,7 @@ from midtread.kernels import (
 )
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.numerics.formats import as_format
+from midtread.ops.recipe import Fwd, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 needs_interpreter = pytest.mark.skipif(
@@ -224,6 +226,77 @@ def test_rows_have_the_same_codes(name):
     codes, scale = quantize_gpu.rows(x, as_format(name), interpret=True)
     assert same(codes, want.qvalue)
     assert same(scale, want.scale[:, 0])
+
+
+TILES = mt.Spec("int8", channelwise_axes=(0,), tiled_axes={1: 64})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_rows_of_tiles_have_the_same_codes(rows, dtype):
+    x = extremes(dtype)[-rows:] if rows == 1 else extremes(dtype)[:rows]
+    if dtype == jnp.float32:  # of which XLA on a CPU may overlook a NaN
+        x = jnp.where(jnp.isnan(x), 1, x)
+    run = functools.partial(choose.quantize, spec=TILES, summed=(1,))
+    with choose.implementation("interpret"):
+        assert choose._is_rows_of_tiles(x, TILES, (1,))
+        got, _ = jax.jit(run)(x)
+        values = jax.jit(choose._values)(got)
+        mapped = jax.jit(jax.vmap(lambda x: run(x)[0]))(x[:, None])
+    want = mt.quantize(x, "int8", channelwise_axes=[0], tiled_axes={1: 64})
+    assert (got.qtype, got.logical, got.dtype) == (want.qtype, None, want.dtype)
+    assert same(got.qvalue, want.qvalue) and same(got.scale, want.scale)
+    assert same(mapped.qvalue[:, 0], want.qvalue) and same(mapped.scale[:, 0], want.scale)  # fmt: skip
+    assert same(values, mt.dequantize(want, jnp.bfloat16))
+
+
+def test_rows_of_tiles_are_integers_and_few():
+    x = random(1, 16, 192)
+    change = functools.partial(dataclasses.replace, TILES)
+    with choose.implementation("interpret"):
+        ours = functools.partial(choose._is_rows_of_tiles, spec=TILES, summed=(1,))
+        assert ours(x) and ours(x[:3])
+        for rows in (
+            x[:12],
+            jnp.tile(x, (8, 1)),
+            x[:, :96],
+        ):  # padded, many, half a tile
+            assert not ours(rows)
+        for spec in (
+            change(format="e4m3"),
+            change(tiled_axes={}),
+            change(calibration="absmax,0.9"),
+            change(calibration="minmax"),
+            change(scale_dtype="float32"),
+            change(channelwise_axes=()),
+        ):
+            assert not ours(x, spec=spec)
+        assert not ours(x, summed=(0,))
+    assert not ours(x)  # on a CPU
+
+
+def test_few_rows_of_integers_are_quantized_by_xla():
+    """They are cast once more at once; float8 cannot be in the same kernel."""
+    for name, rows, is_ours in (("int8", 64, False), ("e4m3", 64, True), ("int8", 128, True)):  # fmt: skip
+        spec = mt.Spec(name, channelwise_axes=(0,))
+        run = functools.partial(choose.quantize, spec=spec, summed=(1,))
+        with choose.implementation("interpret"):
+            assert uses_kernel(run, random(1, rows, 128)) == is_ours
+
+
+def test_few_rows_quantized_on_the_way():
+    """Weights of 4 bits, rows of 8, as a provider serves them; gradients pass."""
+    w = mt.quantize(
+        random(1, 256, 64), "int4", channelwise_axes=[1], tiled_axes={0: 128}
+    )
+    act = mt.Spec("int8", ("kept",), {"summed": 128})
+    x, g = random(2, 1, 4, 256), random(3, 1, 4, 64)
+    ops = mt.learn(Recipe(Fwd(act, None), mask_clipped=False))
+    out, back = interpreted(lambda x: jax.vjp(lambda x: ops.dot(x, w), x), x)
+    rows = mt.quantize(x, "int8", channelwise_axes=[0, 1], tiled_axes={2: 128})
+    exact = jnp.dot(mt.dequantize(rows, jnp.float32), mt.dequantize(w, jnp.float32))
+    assert error(out, exact) < 5e-3
+    assert error(back(g)[0], jnp.dot(g, mt.dequantize(w).T)) < 1e-2
 
 
 @pytest.mark.parametrize("summed", [(0,), (1,)])

@@ -18,6 +18,7 @@ odd layouts, sharded arrays) is left to XLA. `implementation` overrides it:
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ from midtread.numerics.qarray import (
     calibrate,
     dequantize,
     quantize_to_range,
+    quantize_to_scale,
+    scales_of,
 )
 from midtread.numerics.spec import Spec
 
@@ -271,7 +274,7 @@ def quantize(
         factor: of x's rank, broadcast.
     """
     is_seeded = spec.rounding == "nearest" or key is not None
-    if is_seeded and why_not_quantize(x, spec, summed, factor) is None:
+    if is_seeded and why_not_quantize(x, spec, summed, factor, both) is None:
         seed = None if spec.rounding == "nearest" else rounding.seed(key, site)
         how = {"summed": summed, "both": both, "factor": factor}
         found = _kernels().quantize(
@@ -280,9 +283,63 @@ def quantize(
         return found.codes, found.again
     if factor is not None:
         x = x * factor
+    if range_ is None and _is_rows_of_tiles(x, spec, summed):
+        q = _from_one_read(x, spec)
+        return q, q
     range_ = calibrate(x, spec) if range_ is None else range_
     q = quantize_to_range(x, spec, range_, key, site)
     return q, q
+
+
+def _is_few_integers(x, spec: Spec, summed) -> bool:
+    """Rows that `few_rows` turns into bfloat16: XLA makes one kernel of that and the cast,
+    where codes that a kernel of ours wrote would be read by another."""
+    if not _is_static(x) or spec.format.codes is None or spec.rounding != "nearest":
+        return False
+    kept = [n for a, n in enumerate(x.shape) if a not in summed]
+    return math.prod(kept) <= _few_rows().MAX_ROWS and summed == (x.ndim - 1,)
+
+
+def _is_rows_of_tiles(x, spec: Spec, summed) -> bool:
+    """Few rows of integers whose scales vary within the sum: it is their values that
+    `few_rows` multiplies, so that a GPU need not write codes and scales. (Codes in float8
+    are written: rounding.py keeps XLA from undoing a cast to them.)"""
+    if _why_no_gpu(hopper=False) is not None or _why_not_here(x) is not None:
+        return False
+    if spec.method != "absmax" or spec.calibration.args or spec.rounding != "nearest":
+        return False
+    fmt = spec.format
+    if fmt.codes is None or fmt.tile or fmt.scale or spec.scale_rule:
+        return False
+    if spec.scale_dtype is not None or spec.calibration.is_asymmetric:
+        return False
+    padded, counts = spec.layout(x.shape)
+    if padded != x.shape or counts[:-1] != x.shape[:-1] or summed != (x.ndim - 1,):
+        return False
+    num_rows = math.prod(x.shape[:-1])
+    if not 0 < num_rows <= _few_rows().MAX_ROWS:
+        return False
+    is_whole = (
+        num_rows <= 8 or num_rows % 8 == 0
+    )  # else stream_gpu has them padded next
+    return is_whole and 1 < counts[-1] < x.shape[-1]
+
+
+def _from_one_read(x: jax.Array, spec: Spec) -> QArray:
+    """The same codes and scales, said so that XLA makes one kernel of all that stands
+    between two matmuls (jax 0.11.2, for an H200). It fuses a maximum with what follows only
+    where that meets the maximum's operand at once, as in a softmax: so a scale is computed
+    for every element, from max(|x|, absmax) = absmax, and one of a tile is kept. Extents
+    of 1 are left out: XLA drops some of them, and no longer sees the pattern."""
+    _, counts = spec.layout(x.shape)
+    wide = [n for n in counts[:-1] if n != 1] + [counts[-1]]
+    tiles = x.reshape(*wide, x.shape[-1] // counts[-1])
+    each = tuple(range(len(wide)))
+    spec = dataclasses.replace(spec, channelwise_axes=each, tiled_axes={})
+    absmax = jnp.maximum(jnp.abs(tiles), calibrate(tiles, spec)["absmax"])
+    q = quantize_to_scale(tiles, spec.format, scales_of({"absmax": absmax}, spec).scale)
+    scale = jnp.max(q.scale, axis=-1).reshape(counts)
+    return q.replace(qvalue=q.qvalue.reshape(x.shape), scale=scale)
 
 
 def quantize_twice(
@@ -303,7 +360,8 @@ def quantize_twice(
         return None  # either with a noise of its own
     if sorted(summed[0] + summed[1]) != list(range(x.ndim)):
         return None
-    if any(why_not_quantize(x, s, axes) is not None for s, axes in zip(specs, summed)):
+    both = functools.partial(why_not_quantize, x, both=True)
+    if any(both(s, axes) is not None for s, axes in zip(specs, summed)):
         return None
     how = {"summed": summed[0], "interpret": _interpret()}
     if specs[0] == specs[1]:
@@ -314,7 +372,7 @@ def quantize_twice(
     return _kernels().quantize_tiles(x, specs, **how)
 
 
-def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
+def why_not_quantize(x, spec: Spec, summed, factor=None, both=False) -> str | None:
     reason = _why_no_gpu(hopper=False)
     if reason is not None:
         return reason
@@ -322,6 +380,8 @@ def why_not_quantize(x, spec: Spec, summed, factor=None) -> str | None:
         return (
             "a model over several devices is quantized by XLA, which can partition it"
         )
+    if not both and factor is None and _is_few_integers(x, spec, summed):
+        return "few rows are cast to bfloat16 next, and XLA does all of that at once"
     return _kernels().why_not_quantize(x, spec, summed, factor)
 
 
@@ -466,7 +526,7 @@ def few_rows(
     ):
         few, factor = x.qvalue.astype(jnp.bfloat16), x.scale
     else:
-        few = views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape)
+        few = _values(x)
     how = {"dtype": dtype if factor is None else jnp.float32}
     out = weight_only(*labels, *((few, w) if side == 0 else (w, few)), **how)
     if out is None or factor is None:
@@ -478,6 +538,15 @@ def few_rows(
     extent = dict(zip(of, factor.shape))
     laid = factor.transpose(order).reshape([extent.get(a, 1) for a in labels[2]])
     return views.broadcast_with(jnp.multiply, out, laid.astype(jnp.float32))
+
+
+def _values(x: QArray) -> jax.Array:
+    """What the codes stand for; without extents of 1 on the way, see `_from_one_read`."""
+    shape = x.qvalue.shape
+    wide = [n for n in shape if n != 1]
+    if wide and x.logical is None and not _is_explicit(*jax.tree.leaves(x)):
+        x = x.reshape(wide)
+    return views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape).reshape(shape)
 
 
 def _num_kept(x, of: Labels, labels) -> int:
