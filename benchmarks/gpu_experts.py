@@ -16,7 +16,7 @@ from gpu_timing import BANDWIDTH, HEADS, KEY, KV_HEADS, D, attempt, measure
 from jax import lax
 
 import midtread as mt
-from midtread.kernels import attention_gpu, choose
+from midtread.kernels import attention_gpu, wanted
 
 EXPERTS, WIDTH = 8, 7168
 BATCH, CONTEXT = 8, 32768
@@ -114,7 +114,7 @@ def experts():
         tiles = {1: tile} if tile else {}
         q = mt.quantize(w, qtype, channelwise_axes=[0, 2], tiled_axes=tiles)
         cases[name] = _time(mt.ragged_dot, x, q, sizes, calls=20)
-        with choose.implementation("gpu"):
+        with wanted.implementation("gpu"):
             kernel = lambda x, q, sizes: mt.ragged_dot(x, q, sizes)
             cases[f"{name}, our kernel"] = _time(kernel, x, q, sizes, calls=20)
     size = lambda name: w.size * bits.get(name.split(",")[0], 16) / 8

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose
+from midtread.kernels import choose, choose_weights, wanted
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,12 +33,12 @@ def error(got, want):
 
 def by_kernel(fn, *args):
     """`fn` through our kernels; an error if one does not take it."""
-    with choose.implementation("gpu"):
+    with wanted.implementation("gpu"):
         return jax.jit(fn)(*args)
 
 
 def by_xla(fn, *args):
-    with choose.implementation("xla"):
+    with wanted.implementation("xla"):
         return jax.jit(fn)(*args)
 
 
@@ -46,7 +46,7 @@ def by_xla(fn, *args):
 def test_rows_of_tiles_have_the_same_values(rows):
     """Said in another way for XLA's sake: what is multiplied must not change."""
     spec = mt.Spec("int8", channelwise_axes=(0,), tiled_axes={1: 128})
-    values = lambda x: choose._values(choose.quantize(x, spec, summed=(1,))[0])
+    values = lambda x: choose_weights._values(choose.quantize(x, spec, summed=(1,))[0])
     x = random(rows, rows, 4096).at[0, :128].set(0).at[-1, 200].set(jnp.nan)
     run = lambda x: values(jax.nn.relu(x))
     ours = jax.jit(run)(x)

@@ -15,6 +15,7 @@ import midtread as mt
 from midtread.kernels import (
     blocked_gpu,
     choose,
+    choose_weights,
     decode_gpu,
     few_rows_gpu,
     gpu,
@@ -22,6 +23,7 @@ from midtread.kernels import (
     quantize_gpu,
     stream_gpu,
     tuned,
+    wanted,
     xla,
 )
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
@@ -55,7 +57,7 @@ def uses_kernel(fn, *args):
 
 def interpreted(fn, *args):
     """`fn` by kernels, in the interpreter."""
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         assert uses_kernel(fn, *args)
         return jax.jit(fn)(*args)
 
@@ -189,7 +191,7 @@ def test_inside_shard_map():
 
 def test_shard_map_with_its_checks_takes_kernels(monkeypatch):
     """The interpreter does not know which axes vary, so this is traced and no more."""
-    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
     monkeypatch.setattr(xla, "platform", lambda: "gpu")
     spec = jax.sharding.PartitionSpec
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
@@ -238,10 +240,10 @@ def test_rows_of_tiles_have_the_same_codes(rows, dtype):
     if dtype == jnp.float32:  # of which XLA on a CPU may overlook a NaN
         x = jnp.where(jnp.isnan(x), 1, x)
     run = functools.partial(choose.quantize, spec=TILES, summed=(1,))
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         assert choose._is_rows_of_tiles(x, TILES, (1,))
         got, _ = jax.jit(run)(x)
-        values = jax.jit(choose._values)(got)
+        values = jax.jit(choose_weights._values)(got)
         mapped = jax.jit(jax.vmap(lambda x: run(x)[0]))(x[:, None])
     want = mt.quantize(x, "int8", channelwise_axes=[0], tiled_axes={1: 64})
     assert (got.qtype, got.logical, got.dtype) == (want.qtype, None, want.dtype)
@@ -253,7 +255,7 @@ def test_rows_of_tiles_have_the_same_codes(rows, dtype):
 def test_rows_of_tiles_are_integers_and_few():
     x = random(1, 16, 192)
     change = functools.partial(dataclasses.replace, TILES)
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         ours = functools.partial(choose._is_rows_of_tiles, spec=TILES, summed=(1,))
         assert ours(x) and ours(x[:3])
         for rows in (
@@ -280,7 +282,7 @@ def test_few_rows_of_integers_are_quantized_by_xla():
     for name, rows, is_ours in (("int8", 64, False), ("e4m3", 64, True), ("int8", 128, True)):  # fmt: skip
         spec = mt.Spec(name, channelwise_axes=(0,))
         run = functools.partial(choose.quantize, spec=spec, summed=(1,))
-        with choose.implementation("interpret"):
+        with wanted.implementation("interpret"):
             assert uses_kernel(run, random(1, rows, 128)) == is_ours
 
 
@@ -362,7 +364,7 @@ def test_who_does_not_share_a_read():
     column = mt.Spec("e4m3", channelwise_axes=(1,), tiled_axes={0: 128})
     noisy = mt.Spec("e4m3", rounding="stochastic")
     twice = lambda *specs, x=x: choose.quantize_twice(x, specs, ((1,), (0,)))
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         assert twice(row, column) is not None
         assert twice(noisy, noisy) is None  # each has its own noise
         assert twice(row, mt.Spec("e4m3", channelwise_axes=(1,))) is None
@@ -450,7 +452,7 @@ def test_a_training_step_reads_each_operand_once(name):
     )
     for ours, theirs in zip(got, want):
         assert error(ours, theirs) < 1e-2
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         text = str(jax.make_jaxpr(step)(*args))
     assert text.count("] = pallas_call[") == 3  # x, w and g
 
@@ -461,19 +463,19 @@ def test_a_training_step_reads_each_operand_once(name):
 def test_an_explicit_wish_is_met_or_refused():
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     with (
-        choose.implementation("gpu"),
+        wanted.implementation("gpu"),
         pytest.raises(ValueError, match="not an NVIDIA GPU"),
     ):
         mt.dot(random(2, 4, 256), w)
     with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
-        choose.implementation("cuda").__enter__()
+        wanted.implementation("cuda").__enter__()
 
 
 def test_a_trace_is_not_shared_between_implementations():
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     x, run = random(2, 4, 256), jax.jit(mt.dot)
     run(x, w)
-    with choose.implementation("interpret"):
+    with wanted.implementation("interpret"):
         assert "pallas" in run.lower(x, w).as_text(debug_info=True)
 
 

@@ -16,6 +16,7 @@ from midtread.kernels import (
     grouped_gpu,
     ragged_gpu,
     tuned,
+    wanted,
     words_gpu,
     xla,
 )
@@ -120,7 +121,7 @@ def test_a_ragged_kernel_says_what_it_does_not_take():
     assert "not one per group" in why(labels, groups=many, rhs=w)
     eight = mt.quantize(random(2, 8, 128, 128), "int8")
     assert "32 rows a group" in why(labels, groups=many, rhs=eight)
-    with choose.implementation("gpu"), pytest.raises(ValueError, match="not an NVIDIA"):
+    with wanted.implementation("gpu"), pytest.raises(ValueError, match="not an NVIDIA"):
         mt.ragged_dot(x, w, jnp.array([100, 156]))
 
 
@@ -269,7 +270,7 @@ def test_columns_of_experts_are_split_over_devices():
 
 def test_inside_shard_map_with_its_checks(monkeypatch):
     """Traced and no more: the interpreter does not know which axes vary."""
-    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
     monkeypatch.setattr(xla, "platform", lambda: "gpu")
     spec = jax.sharding.PartitionSpec
     ops, sizes = mt.learn(mt.recipe("qwix_fp8_full")), jnp.full((4, 2), 128)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose, many_rows_gpu, mixed_gpu, tuned, xla
+from midtread.kernels import many_rows_gpu, mixed_gpu, tuned, wanted, xla
 from midtread.kernels.mixed_gpu import Blocks
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.numerics.formats import as_format
@@ -100,7 +100,7 @@ def test_what_it_does_not_take():
 @pytest.fixture
 def hopper(monkeypatch):
     """As if traced for a Hopper GPU, one of them."""
-    monkeypatch.setattr(choose, "_why_no_gpu", lambda hopper: None)
+    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
     monkeypatch.setattr(xla, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
@@ -116,7 +116,7 @@ LOWERED = [
 @pytest.mark.parametrize(("name", "tile", "rows"), LOWERED)
 def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
     w = weight(name, tile, (1152, 768))
-    with pretend_gpu(), choose.implementation("gpu"):
+    with pretend_gpu(), wanted.implementation("gpu"):
         run = jax.jit(mt.dot).trace(SHAPE((rows, 1152), jnp.bfloat16), w)
         text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
@@ -126,7 +126,7 @@ def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
 def test_asked_for_in_vain(hopper):
     w = mt.quantize(random(1, 256, 192), "int8", channelwise_axes=[1])
     with (
-        choose.implementation("gpu"),
+        wanted.implementation("gpu"),
         pytest.raises(ValueError, match="do not divide into blocks"),
     ):
         jax.eval_shape(mt.dot, random(2, 100, 256), w)
@@ -154,7 +154,7 @@ def test_inside_shard_map(hopper):
     spec = jax.sharding.PartitionSpec
     how = {"mesh": mesh, "in_specs": (spec("x"), spec()), "out_specs": spec("x")}
     run = functools.partial(jax.shard_map, **how)
-    with choose.implementation("gpu"):
+    with wanted.implementation("gpu"):
         text = str(
             jax.make_jaxpr(run(mt.dot))(random(2, 400, 256), weight("int8", None))
         )

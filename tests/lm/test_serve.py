@@ -18,7 +18,7 @@ import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
 from midtread.kernels import attention_gpu
-from midtread.kernels.choose import implementation
+from midtread.kernels.wanted import implementation
 from midtread.lm import build, cache, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.generate import Sampling, choose, generate

@@ -25,7 +25,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.kernels import xla
-from midtread.kernels.choose import implementation
+from midtread.kernels.wanted import implementation
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.coverage import Coverage, Param

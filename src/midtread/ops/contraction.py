@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import choose, xla
+from midtread.kernels import choose, choose_weights, xla
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
@@ -199,7 +199,7 @@ class Dot(Contraction):
 
     def weight_sum(self, lhs, rhs, dtype):
         labels = self.lhs, self.rhs, self.out
-        return choose.weight_only(*labels, lhs, rhs, self.precision, dtype)
+        return choose_weights.weight_only(*labels, lhs, rhs, self.precision, dtype)
 
     def run(self, lhs, rhs, accumulate=None):
         numbers, order = self.dimension_numbers
