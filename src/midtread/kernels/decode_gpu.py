@@ -120,7 +120,7 @@ def _table_asm(table, dtype, shift: int) -> str:
     return regs + load + _LOOK_UP.format(shift=shift)
 
 
-def _planes(p, fmt: Format, dtype, native: bool) -> tuple:
+def unpacked(p, fmt: Format, dtype, native: bool) -> tuple:
     """Values of the codes in the bytes `p`, one array per code in a byte, exact."""
     dtype = np.dtype(dtype)
     if dtype_bits(fmt.dtype) == 8:
@@ -179,7 +179,7 @@ def _fma_body(
         ]
         part = None
         for u in range(blocks.loads):
-            values = _planes(w[u], fmt, jnp.float32, native)
+            values = unpacked(w[u], fmt, jnp.float32, native)
             new = [[v * x[u][r] for r in range(rows)] for v in values]
             part = new if part is None else jax.tree.map(jnp.add, part, new)
             if group and (u + 1) % per_group == 0:
@@ -216,7 +216,7 @@ def _dot_body(
         w = [w_ref[a, :] for a in at]  # all under way before the first is used
         x = [pltriton.load(x_ref.at[:, a], mask=mask, other=other) for a in at]
         for u, start in enumerate(starts):
-            values = _planes(w[u], fmt, x[u].dtype, native)
+            values = unpacked(w[u], fmt, x[u].dtype, native)
             for p in range(planes):
                 part = pltriton.dot(x[u], values[p]).astype(jnp.float32)
                 if group:

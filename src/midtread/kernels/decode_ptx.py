@@ -8,12 +8,20 @@ Every value is exact in bfloat16 but a table's, whose entries are rounded. Integ
 into the mantissa of a float and the float is subtracted again. Logic runs at half the rate
 of arithmetic on an H200, so instructions are counted: int4 takes 6 for 4 values, int8 8,
 nf4 5 and two loads where a thread wants whole words (13 by permutes alone: 24 us, not 19).
+
+Where a kernel is interpreted, `values` decodes the same bytes without PTX.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from midtread.numerics.formats import Format
+from midtread.kernels import decode_gpu
+from midtread.numerics.formats import Format, dtype_bits
+
+TABLE = (256, 32)  # words of `pairs`, 4 bytes each
+TABLE_BYTES = 256 * 32 * 4
 
 # A nibble in the low mantissa bits of 128 is 128 + u; signed codes flip their sign bit, which
 # adds 8, and both are subtracted again.
@@ -100,7 +108,7 @@ def pairs(table) -> np.ndarray:
     bits = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint16)
     low, high = np.meshgrid(bits.astype(np.uint32), bits.astype(np.uint32))
     words = (low | high << 16).reshape(256, 1).view(np.int32)
-    return np.ascontiguousarray(np.broadcast_to(words, (256, 32)))
+    return np.ascontiguousarray(np.broadcast_to(words, TABLE))
 
 
 _ASM = {  # and the permute of the first bytes, which later ones are added to
@@ -115,3 +123,18 @@ def code(fmt: Format) -> tuple[str, int]:
     """The instructions for a format, and their first permute."""
     body, first = _ASM[fmt.dtype.name] if fmt.table is None else (_TABLE, 0x4440)
     return "{" + body + "}", first
+
+
+def as_bytes(codes_KN: jax.Array) -> jax.Array:
+    """[K, B]: codes as they lie in memory, two of 4 bits in a byte."""
+    k, n = codes_KN.shape
+    shape = (k, n) if dtype_bits(codes_KN.dtype) == 8 else (k, n // 2, 2)
+    return lax.bitcast_convert_type(codes_KN.reshape(shape), jnp.int8)
+
+
+def values(bytes_KB: jax.Array, fmt: Format) -> jax.Array:
+    """[K, N] in bfloat16: what the bytes of a block stand for."""
+    if dtype_bits(fmt.dtype) == 8:
+        bytes_KB = lax.bitcast_convert_type(bytes_KB, fmt.dtype)
+    found = decode_gpu.unpacked(bytes_KB, fmt, jnp.bfloat16, native=False)
+    return jnp.stack(found, -1).reshape(bytes_KB.shape[0], -1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import decode_gpu, stream_gpu, tuned
+from midtread.kernels import decode_gpu, decode_ptx, stream_gpu, tuned
 from midtread.kernels.functions import as_function
 from midtread.numerics import views
 from midtread.numerics.formats import dtype_bits
@@ -81,17 +81,14 @@ def weight(
     counts = (1, 1) if inner is None else inner.shape
     how = (fmt, codes_KN.shape, x_MK.shape[0], counts, x_MK.dtype)
     if summed == 0 and hopper and why_not_stream(*how) is None:
-        args, (is_grouped, is_scaled) = (
-            [x_MK, codes_KN],
-            (inner is not None, last is not None),
-        )
+        is_grouped, is_scaled = inner is not None, last is not None
         if is_grouped:
             inner = jnp.broadcast_to(inner, (inner.shape[0], codes_KN.shape[1]))
-        args += [_readable(s) for s in (inner, last) if s is not None]
+        scales = [_readable(s) for s in (inner, last) if s is not None]
         dtype = np.dtype(dtype)
         kernel_dtype = dtype if dtype == jnp.bfloat16 else np.dtype(np.float32)
         call = _stream_call(fmt, is_grouped, is_scaled, kernel_dtype, interpret)
-        return call(*args).astype(dtype)
+        return call(x_MK, codes_KN, *scales).astype(dtype)
     out = _by_triton(x_MK, codes_KN, inner, fmt, summed, interpret)
     return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
 
@@ -140,7 +137,6 @@ def _stream_call(
 ) -> Callable:
     """Of x, codes, and a scale [G, N] of groups or [N] of columns, whichever there is."""
     assert not (is_grouped and is_scaled)
-    bits = dtype_bits(fmt.dtype)
 
     def plain(x, codes, scale=None):
         values = decode(codes, fmt).astype(jnp.float32)
@@ -152,16 +148,13 @@ def _stream_call(
         return out.astype(dtype)
 
     def kernel(x, codes, scale=None):
-        k, n = codes.shape
-        group = k // scale.shape[0] if is_grouped else None
+        group = codes.shape[0] // scale.shape[0] if is_grouped else None
         blocks = tuned.stream_blocks(fmt, x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
-        shape = (k, n) if bits == 8 else (k, n // 2, 2)
-        words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype, "interpret": interpret}
         scales = (None, scale) if is_scaled else (scale, None)
-        return stream_gpu.stream_matmul(x, words, *scales, **how)
+        return stream_gpu.stream_matmul(x, decode_ptx.as_bytes(codes), *scales, **how)
 
     scale = ", g n" if is_grouped else ", n" if is_scaled else ""
     axes = f"m k, k n{scale} -> m n"

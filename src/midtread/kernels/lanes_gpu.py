@@ -17,16 +17,18 @@ the sum.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
 COLUMNS, ACCUMULATORS = 256, 4
-SWIZZLED = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+SWIZZLED = in_order(128, jnp.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,15 @@ def _by(known, op):
     return run
 
 
-plus = _by(lambda a, b: a + b, lambda a, b: arith.addi(a, b))
+_added = _by(lambda a, b: a + b, lambda a, b: arith.addi(a, b))
 times = _by(lambda a, b: a * b, lambda a, b: arith.muli(a, b))
 shifted = _by(lambda a, b: a >> b, lambda a, b: arith.shrui(a, b))
 _masked = _by(lambda a, b: a & b, lambda a, b: arith.andi(a, b))
-_flipped = _by(lambda a, b: a ^ b, lambda a, b: arith.xori(a, b))
+flipped = _by(lambda a, b: a ^ b, lambda a, b: arith.xori(a, b))
+
+
+def plus(*terms):
+    return functools.reduce(_added, terms)
 
 
 def modulo(a, power: int):
@@ -100,6 +106,11 @@ def address_of(ref, offset):
     """The address of a byte of a ref."""
     i8 = ir.IntegerType.get_signless(8)
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [value(offset)], i8)
+
+
+def moved(address, by: int):
+    """The address that lies so many bytes on."""
+    return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
 
 
 def asm(results: list, code: str, given: list, kinds: str):
@@ -139,7 +150,6 @@ def decoded(
     def run(ctx, ref, *table):
         del ctx
         i32, pair = word_type(), ir.VectorType.get((2,), ir.BF16Type.get())
-        i8 = ir.IntegerType.get_signless(8)
         both = llvm.StructType.get_literal([i32, i32])
         step = (0x1111 if bits == 4 else 0x2222) if not table else 1
         start = []
@@ -156,10 +166,7 @@ def decoded(
         registers = [[] for _ in places]
         for tile in range(rows // 8):
             words = [
-                [
-                    llvm.load(i32, mgpu.utils.getelementptr(p, [tile * 8 * width], i8))
-                    for p in pointers
-                ]
+                [llvm.load(i32, moved(p, tile * 8 * width)) for p in pointers]
                 for pointers in firsts
             ]
             for a, select in enumerate(selects):
@@ -170,7 +177,7 @@ def decoded(
                     mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
                     for h in (0, 1)
                 ]
-        return [_array(r, (64, rows), mgpu.WGMMA_LAYOUT) for r in registers]
+        return [array(r, (64, rows), mgpu.WGMMA_LAYOUT) for r in registers]
 
     return run(*refs)
 
@@ -180,11 +187,12 @@ def _row(ref, byte, odd: int):
     of 8 rows and 128 bytes is 1024 bytes, and units of 16 trade places by row."""
     box = times(shifted(byte, 7), 1024)
     row = plus(times(modulo(mgpu.thread_idx(), 4), 2), odd)
-    moved = _flipped(modulo(byte, 128), times(row, 16))
-    return address_of(ref, plus(plus(box, moved), times(row, 128)))
+    unit = flipped(modulo(byte, 128), times(row, 16))
+    return address_of(ref, plus(plus(box, unit), times(row, 128)))
 
 
-def _array(registers, shape, layout):
+def array(registers: list, shape: tuple[int, ...], layout):
+    """Mosaic's own, of what this thread holds."""
     shape = layout.registers_shape(shape)
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
@@ -207,7 +215,7 @@ def scales(ref: Any, division: Division) -> list[jax.Array]:
         for j in division.mine():
             start = address_of(ref, times(division.place(j)[0], size))
             words = [mgpu.utils.bitcast(w, vector) for w in two_of(start, size)]
-            out.append(_array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
+            out.append(array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
         return out
 
     run: Any = load  # its first argument comes from Pallas

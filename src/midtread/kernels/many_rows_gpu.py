@@ -14,14 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import tuned
+from midtread.kernels import decode_ptx, tuned
+from midtread.kernels.few_rows_gpu import WEIGHTS
 from midtread.kernels.functions import as_function
 from midtread.kernels.mixed_gpu import mixed_matmul
 from midtread.numerics import views
-from midtread.numerics.formats import dtype_bits
 from midtread.numerics.rounding import decode
-
-WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "nf4")
 
 
 def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:
@@ -66,7 +64,6 @@ def weight(x_MK, codes_KN, scale, fmt, dtype, interpret: bool) -> jax.Array:
 
 @functools.cache
 def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
-    bits = dtype_bits(fmt.dtype)
 
     def plain(x, codes, scale):
         values = decode(codes, fmt).astype(jnp.float32)
@@ -79,15 +76,12 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
         return (out if is_grouped else out * scale).astype(dtype)
 
     def kernel(x, codes, scale):
-        k, n = codes.shape
         group = _group(codes.shape, scale)
         blocks = tuned.mixed_blocks(fmt, x.shape[0], codes.shape, group, dtype)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
-        shape = (k, n) if bits == 8 else (k, n // 2, 2)
-        words = lax.bitcast_convert_type(codes.reshape(shape), jnp.int8)
         how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
-        return mixed_matmul(x, words, scale, **how)
+        return mixed_matmul(x, decode_ptx.as_bytes(codes), scale, **how)
 
     axes = "m k, k n, g n -> m n"
     return as_function(kernel, plain, axes, ("k", "g"), can_place=not interpret)

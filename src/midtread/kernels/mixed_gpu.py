@@ -35,7 +35,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels import decode_ptx, mixed_lanes_gpu
-from midtread.kernels.decode_gpu import select
 from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import (
     alike,
@@ -53,7 +52,6 @@ COLUMNS = 64 * GROUPS  # of the result, in a block
 INNER, STEP = 64, 128  # of k: in one wgmma, in the body of the loop
 OUT_ROWS, OUT_COLUMNS = 32, 64  # of the result, written at a time
 WIDTH = 8  # of the walk
-TABLE_BYTES = 256 * 32 * 4
 SHARED = 226 * 1024  # bytes of shared memory; 1 kB more is for barriers
 
 
@@ -70,7 +68,7 @@ class Blocks:
         """Buffers that shared memory has room for."""
         out_size = jnp.dtype(dtype).itemsize if self.split == 1 else 4
         left = SHARED - GROUPS * 2 * OUT_ROWS * OUT_COLUMNS * out_size
-        left -= 0 if fmt.table is None else TABLE_BYTES
+        left -= 0 if fmt.table is None else decode_ptx.TABLE_BYTES
         scales = max(1, self.k // group) * COLUMNS * 2 if group else 0
         width = COLUMNS * dtype_bits(fmt.dtype) // 8
         return min(8, left // (self.k * (width + self.rows * 2) + scales))
@@ -256,23 +254,11 @@ def _decoded(plan: Plan, rings: _Rings, wg, slot, start: int):
     if plan.native:
         code, bits = decode_ptx.code(plan.fmt), dtype_bits(plan.fmt.dtype)
         return mixed_lanes_gpu.decoded(block, code, bits, rings.table, scale)
-    values = _values(block[...], plan.fmt)
+    values = decode_ptx.values(block[...], plan.fmt)
     if scale is not None:
         s = jnp.repeat(scale[...].astype(jnp.float32), INNER // count, axis=0)
         values = (values.astype(jnp.float32) * s).astype(values.dtype)
     return lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)
-
-
-def _values(p, fmt: Format):
-    """[K, columns] of the bytes of a block, interpreted."""
-    if dtype_bits(fmt.dtype) == 8:
-        return lax.bitcast_convert_type(p, fmt.dtype).astype(jnp.bfloat16)
-    low = (p << 4) >> 4 if fmt.dtype.name == "int4" else p & 15
-    high = p >> 4 if fmt.dtype.name == "int4" else (p >> 4) & 15
-    codes = jnp.stack([low, high], -1).reshape(p.shape[0], -1)
-    if fmt.table is None:
-        return codes.astype(jnp.bfloat16)
-    return select(codes.astype(jnp.int32), fmt.table).astype(jnp.bfloat16)
 
 
 def _scales(ref, plan: Plan, wg):
@@ -377,7 +363,7 @@ def _scratch(plan: Plan, out_dtype) -> list:
         shape = blocks.stages, num_scales, COLUMNS
         scratch.append(plgpu.SMEM(shape, jnp.bfloat16))
     if plan.fmt.table is not None and plan.native:
-        scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
+        scratch += [plgpu.SMEM(decode_ptx.TABLE, jnp.int32), plgpu.Barrier()]
     if not plan.native:
         scratch.append(plgpu.SMEM((GROUPS, 64, INNER), jnp.bfloat16))
     return scratch

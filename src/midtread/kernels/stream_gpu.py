@@ -24,10 +24,11 @@ into registers of a multiplication that was not waited for: a block is decoded i
 at least, and when one is begun only the piece before it may be under way.
 
 Each group of a scale is a sum of its own in the tensor cores, scaled and added in float32.
-Programs that share a column form a cluster and read each other's shared memory to add up,
-scale, cast and write the result. Not all may: an H200's multiprocessors sit in groups of 16
-or 18 less some, and 16 clusters of 8 ran one after another (twice the time). What a cluster
-does not hold is written as float32 parts, which XLA adds up in whatever it does next.
+Programs that share a column go in clusters of two, which read each other's shared memory to
+add up, scale, cast and write the result. Larger ones do not all run at once on an H200, whose
+multiprocessors sit in groups of 16 or 18 less some: 16 clusters of 8 took twice the time.
+Where more than two share a column, pairs write float32 parts, which XLA adds up in whatever
+it does next.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels import decode_ptx, lanes_gpu, turn_gpu
-from midtread.kernels.decode_gpu import select
+from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import (
     alike,
     interpreter,
@@ -51,7 +52,6 @@ from midtread.kernels.pallas_compat import (
 from midtread.numerics.formats import Format, dtype_bits
 
 COLUMNS, GROUPS = lanes_gpu.COLUMNS, 4
-TABLE_BYTES = 256 * 32 * 4
 FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
 
 
@@ -77,7 +77,7 @@ class Blocks:
         num_scales = max(1, self.k // (group or self.k))
         size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
         size += COLUMNS * 4 * num_scales
-        beside = 0 if fmt.table is None else TABLE_BYTES
+        beside = 0 if fmt.table is None else decode_ptx.TABLE_BYTES
         return size * self.stages * self.deep + beside + padded * turn_gpu.PITCH * 4
 
 
@@ -97,18 +97,6 @@ def _mine(values, bits: int, j):
     k = values.shape[0]
     parts = values.reshape(k, *split).transpose(*(1 + a for a in axes), 0)
     return lax.dynamic_index_in_dim(parts.reshape(GROUPS, 64, k), j, 0, keepdims=False)
-
-
-def _values(p, fmt: Format):
-    """[K, 256] of the bytes of a block, interpreted."""
-    if dtype_bits(fmt.dtype) == 8:
-        return lax.bitcast_convert_type(p, fmt.dtype).astype(jnp.bfloat16)
-    low = (p << 4) >> 4 if fmt.dtype.name == "int4" else p & 15
-    high = p >> 4 if fmt.dtype.name == "int4" else (p >> 4) & 15
-    codes = jnp.stack([low, high], -1).reshape(p.shape[0], -1)
-    if fmt.table is None:
-        return codes.astype(jnp.bfloat16)
-    return select(codes.astype(jnp.int32), fmt.table).astype(jnp.bfloat16)
 
 
 # --- the kernel -------------------------------------------------------------------------------
@@ -174,7 +162,7 @@ def _body(
         block = w_ring.at[at, pl.ds(start, inner)]
         if native:
             return lanes_gpu.decoded(block, *decode_ptx.code(fmt), division, table)
-        values = _values(block[...], fmt)
+        values = decode_ptx.values(block[...], fmt)
         return [_mine(values, division.bits, within * wide + a) for a in range(wide)]
 
     def multiply(accs, at, start):
@@ -285,7 +273,7 @@ def stream_matmul(
     scratch = _rings(blocks, fmt, padded, scale_GN, group)
     if fmt.table is not None and not interpret:
         args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
-        scratch += [plgpu.SMEM((256, 32), jnp.int32), plgpu.Barrier()]
+        scratch += [plgpu.SMEM(decode_ptx.TABLE, jnp.int32), plgpu.Barrier()]
     in_kernel = last_N is not None and shares == 1 and not interpret
     if in_kernel:
         args.append(last_N.reshape(1, num_n))
@@ -324,14 +312,12 @@ def _rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
     """Buffers for the weight, x and scales of groups, and their barriers."""
     bits, inner = dtype_bits(fmt.dtype), blocks.piece(group)
     buffers = blocks.stages * blocks.deep
-    in_order = lambda columns, swizzle: (
-        plgpu.TilingTransform((8, columns)),
-        plgpu.SwizzleTransform(swizzle),
+    ring = lambda shape, dtype, columns: plgpu.SMEM(
+        (buffers, *shape), dtype, transforms=in_order(columns, dtype)
     )
-    width, x_order = COLUMNS * bits // 8, in_order(inner, inner * 2)
     rings: list = [
-        plgpu.SMEM((buffers, blocks.k, width), jnp.int8, transforms=in_order(128, 128)),
-        plgpu.SMEM((buffers, padded, blocks.k), jnp.bfloat16, transforms=x_order),
+        ring((blocks.k, COLUMNS * bits // 8), jnp.int8, 128),
+        ring((padded, blocks.k), jnp.bfloat16, inner),
     ]
     if scale is not None:
         count = max(1, blocks.k // group)

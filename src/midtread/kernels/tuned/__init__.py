@@ -26,7 +26,7 @@ from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
 from midtread.kernels.matmul_gpu import Blocks
 from midtread.kernels.mixed_gpu import COLUMNS as MIXED_COLUMNS
-from midtread.kernels.mixed_gpu import INNER, STEP
+from midtread.kernels.mixed_gpu import INNER, SHARED, STEP
 from midtread.kernels.mixed_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.stream_gpu import COLUMNS
@@ -80,9 +80,6 @@ def weight_blocks(
             if blocks is not None:
                 return blocks
     return None
-
-
-SHARED = 226 * 1024  # bytes of shared memory that a program of stream_gpu may have
 
 
 def stream_blocks(
