@@ -24,13 +24,13 @@ import jax.numpy as jnp
 
 from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
+from midtread.kernels.lanes_gpu import COLUMNS
 from midtread.kernels.matmul_gpu import Blocks
 from midtread.kernels.mixed_gpu import COLUMNS as MIXED_COLUMNS
 from midtread.kernels.mixed_gpu import INNER, SHARED, STEP
 from midtread.kernels.mixed_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
-from midtread.kernels.stream_gpu import COLUMNS
-from midtread.kernels.stream_gpu import Blocks as StreamBlocks
+from midtread.kernels.stream_sums_gpu import Blocks as StreamBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
 HERE = pathlib.Path(__file__).parent
