@@ -210,13 +210,10 @@ def quantize(
 
 
 def _is_few_integers(x, spec: Spec, summed) -> bool:
-    """Rows that `choose_weights.few_rows` turns into bfloat16: XLA makes one kernel of that and the cast,
-    where codes that a kernel of ours wrote would be read by another."""
-    if (
-        not wanted.is_static(x)
-        or spec.format.codes is None
-        or spec.rounding != "nearest"
-    ):
+    """Rows that `choose_weights.few_rows` turns into bfloat16: XLA makes one kernel of that
+    and the cast, where codes that a kernel of ours wrote would be read by another."""
+    is_integer = spec.format.codes is not None and spec.rounding == "nearest"
+    if not is_integer or not wanted.is_static(x):
         return False
     kept = [n for a, n in enumerate(x.shape) if a not in summed]
     return choose_weights.is_few(math.prod(kept)) and summed == (x.ndim - 1,)
@@ -224,12 +221,9 @@ def _is_few_integers(x, spec: Spec, summed) -> bool:
 
 def _is_rows_of_tiles(x, spec: Spec, summed) -> bool:
     """Few rows of integers whose scales vary within the sum: it is their values that
-    `choose_weights.few_rows` multiplies, so that a GPU need not write codes and scales. (Codes in float8
-    are written: rounding.py keeps XLA from undoing a cast to them.)"""
-    if (
-        wanted.why_no_gpu(hopper=False) is not None
-        or wanted.why_not_here(x) is not None
-    ):
+    `choose_weights.few_rows` multiplies, so that a GPU need not write codes and scales.
+    (Codes in float8 are written: rounding.py keeps XLA from undoing a cast to them.)"""
+    if wanted.why_no_gpu(hopper=False) or wanted.why_not_here(x):
         return False
     if spec.method != "absmax" or spec.calibration.args or spec.rounding != "nearest":
         return False

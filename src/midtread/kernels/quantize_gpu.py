@@ -9,9 +9,9 @@
                        other scales, known already, from the same read
 
 The first two may multiply x by a factor first: the backward folds the forward's scales
-into g. They may round by chance: the noise is that of numerics/rounding.py, a hash of the key and
-of an element's position, of which a kernel gets the parts for rows and for columns and
-mixes them; so the codes are the same, too.
+into g. They may round by chance: the noise is that of numerics/rounding.py, a hash of the
+key and of an element's position, of which a kernel gets the parts for rows and for columns
+and mixes them; so the codes are the same, too.
 The numbers are those of numerics/: absmax and product rounded to x's dtype, scale =
 absmax * (1 / bound), codes by the reciprocal. A NaN makes its scale NaN: the largest
 magnitude is found among bit patterns, where NaN lies above infinity.
@@ -265,12 +265,23 @@ def cast(
             pl.BlockSpec(block[:1], lambda i, j: (i,)),
             pl.BlockSpec(block[1:], lambda i, j: (j,)),
         ]
-    x, *parts = alike(x, *parts)
     how = {"native": not interpret, "by_chance": noise is not None}
     how["num_outputs"] = len(outputs)
+    body = functools.partial(_cast_body, fmt=fmt, copies=copies, **how)
+    return _over_blocks(body, block, x, parts, specs, outputs, interpret)
+
+
+def _over_blocks(body, block, x, parts, specs, outputs, interpret: bool):
+    """Runs `body` on each block of x, with its share of `parts`.
+
+    Args:
+        specs: of the parts.
+        outputs: (dtype, shape, block, where a block of x has its own).
+    """
+    x, *parts = alike(x, *parts)
     return pl.pallas_call(
-        functools.partial(_cast_body, fmt=fmt, copies=copies, **how),
-        grid=grid,
+        body,
+        grid=(x.shape[0] // block[0], x.shape[1] // block[1]),
         in_specs=[pl.BlockSpec(block, lambda i, j: (i, j)), *specs],
         out_specs=[pl.BlockSpec(*where) for _, _, *where in outputs],
         out_shape=[result(shape, dtype, x) for dtype, shape, *_ in outputs],
@@ -283,13 +294,14 @@ def cast(
 
 
 def _tiles_body(x_ref, *refs, fmt, native):
-    *inverse, codes_ref, scale_ref = refs[: 2 + len(refs) // 4]
     x = x_ref[:, :]
+    if len(refs) == 4:  # the other order, too
+        inverse_ref, *refs, turned_ref = refs
+        turned_ref[:, :] = _codes(x, inverse_ref[:, :], fmt, native).T
+    codes_ref, scale_ref = refs
     scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
     codes_ref[:, :] = _codes(x, (1 / scale)[:, None], fmt, native)
     scale_ref[0, :] = scale.astype(scale_ref.dtype)
-    if inverse:
-        refs[-1][:, :] = _codes(x, inverse[0][:, :], fmt, native).T
 
 
 def tiles(
@@ -305,18 +317,10 @@ def tiles(
     (m, n), block = x.shape, (BLOCK, TILE)
     parts = [] if inverse is None else [inverse]
     specs = [_beside(part.shape, x.shape, block) for part in parts]
-    placed = [
+    outputs = [
         (fmt.dtype, (m, n), block, lambda i, j: (i, j)),
         (x.dtype, (n // TILE, m), (1, block[0]), lambda i, j: (j, i)),
         (fmt.dtype, (n, m), block[::-1], lambda i, j: (j, i)),
     ][: 2 + len(parts)]
-    x, *parts = alike(x, *parts)
-    return pl.pallas_call(
-        functools.partial(_tiles_body, fmt=fmt, native=not interpret),
-        grid=(m // block[0], n // block[1]),
-        in_specs=[pl.BlockSpec(block, lambda i, j: (i, j)), *specs],
-        out_specs=[pl.BlockSpec(*how) for _, _, *how in placed],
-        out_shape=[result(shape, dtype, x) for dtype, shape, *_ in placed],
-        compiler_params=triton_params(num_warps=4, num_stages=1),
-        interpret=interpret,
-    )(x, *parts)
+    body = functools.partial(_tiles_body, fmt=fmt, native=not interpret)
+    return _over_blocks(body, block, x, parts, specs, outputs, interpret)

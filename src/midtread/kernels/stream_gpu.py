@@ -50,6 +50,7 @@ def _body(*given, plan: Plan):
     """A warpgroup's share: sums of its blocks (stream_sums_gpu.py), which then change hands
     (turn_gpu.py)."""
     group, looks_up, rest = plan.group, plan.looks_up, list(given)
+    # which of Refs there are, in its order
     held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
     held += [True, True, looks_up, looks_up, True]
     refs = stream_sums_gpu.Refs(*(rest.pop(0) if is_held else None for is_held in held))
