@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import many_rows_gpu, mixed_gpu, tuned, wanted, xla
-from midtread.kernels.mixed_gpu import Blocks
+from midtread.kernels import many_rows_gpu, mixed_sums_gpu, tuned, wanted, xla
+from midtread.kernels.mixed_sums_gpu import Blocks
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.numerics.formats import as_format
 
@@ -46,7 +46,7 @@ CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split
 def test_values(name, tile, columns, programs, blocks, monkeypatch):
     """Decoded without its PTX here; rows that are no whole block, or half of one."""
     monkeypatch.setattr(tuned, "mixed_blocks", lambda *_: blocks)
-    monkeypatch.setattr(mixed_gpu, "num_cores", lambda: programs)
+    monkeypatch.setattr(mixed_sums_gpu, "num_cores", lambda: programs)
     w, x = weight(name, tile, (256, columns)), random(2, 66, 256)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
     run = many_rows_gpu.weight(x, w.qvalue, scale, w.format, jnp.float32, True)
@@ -56,24 +56,49 @@ def test_values(name, tile, columns, programs, blocks, monkeypatch):
     assert error(run, exact) < (3e-3 if name == "nf4" else 1e-6)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+def test_codes(name, monkeypatch):
+    """Rows of codes by a weight as it is stored; a scale for each row."""
+    blocks = Blocks(rows=64, k=128, stages=2, split=2)
+    monkeypatch.setattr(tuned, "mixed_blocks", lambda *_: blocks)
+    monkeypatch.setattr(mixed_sums_gpu, "num_cores", lambda: 2)
+    x = mt.quantize(random(1, 66, 512), name, channelwise_axes=[0])
+    w = weight(name, None, (512, 128))
+    scales = [q.scale.astype(jnp.float32).reshape(-1) for q in (x, w)]
+    run = many_rows_gpu.codes(x.qvalue, w.qvalue, *scales, jnp.float32, True)
+    exact = jnp.dot(mt.dequantize(x, jnp.float32), mt.dequantize(w, jnp.float32))
+    assert error(run, exact) < 1e-6
+
+
 def test_last_round_is_cut():
     """1,024 rows by 14,336 columns: 3 rounds of 132 and 52 blocks, in halves."""
-    how = (1024, (4096, 14336), None, jnp.bfloat16)
+    dtypes = jnp.bfloat16, jnp.bfloat16
+    how = (1024, (4096, 14336), None, dtypes)
     with pretend_gpu():
         assert tuned.mixed_blocks(as_format("int8"), *how).halves
-        how = (1024, (14336, 4096), None, jnp.bfloat16)
+        how = (1024, (14336, 4096), None, dtypes)
         assert not tuned.mixed_blocks(as_format("int8"), *how).halves  # 128 blocks
 
 
-@pytest.mark.parametrize(("name", "tile"), [("int8", None), ("int4", 32), ("nf4", 64)])
-def test_blocks_fit(name, tile):
+@pytest.mark.parametrize(
+    ("name", "tile", "rows_in"),
+    [
+        ("int8", None, "bfloat16"),
+        ("int4", 32, "bfloat16"),
+        ("nf4", 64, "bfloat16"),
+        ("int8", None, "int8"),
+    ],
+)
+def test_blocks_fit(name, tile, rows_in):
     """Whole parts of the sum, and no more shared memory than there is."""
-    fmt = as_format(name)
+    fmt, dtypes = as_format(name), (jnp.dtype(rows_in), jnp.float32)
+    step = mixed_sums_gpu.step(rows_in)
     for rows in (65, 100, 256, 300, 1000, 8192):
-        for k, n in [(4096, 14336), (14336, 4096), (128, 128), (1152, 768)]:
+        for k, n in [(4096, 14336), (14336, 4096), (256, 128), (1280, 768)]:
             with pretend_gpu():
-                b = tuned.mixed_blocks(fmt, rows, (k, n), tile, jnp.float32)
-            assert k % (b.split * mixed_gpu.STEP) == 0 and b.rows <= 256
+                b = tuned.mixed_blocks(fmt, rows, (k, n), tile, dtypes)
+            assert k % (b.split * step) == 0 and b.rows <= 256
             assert b.stages >= 2 and n % (256 if b.pair else 128) == 0
             assert b.rows % (64 if b.halves else 32) == 0
 
@@ -121,6 +146,19 @@ def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
         text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
     assert "tensor<1152x768xbf16>" not in text  # nothing is decoded beside it
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+def test_a_stored_weight_is_not_turned_beside_its_matmul(name, hopper):
+    """By a kernel of its own; where quantizing wrote the order, by the plain one."""
+    x, w = (
+        mt.quantize(random(1, *shape), name, channelwise_axes=[axis])
+        for shape, axis in (((100, 512), 0), ((512, 256), 1))
+    )
+    with pretend_gpu(), wanted.implementation("gpu"):
+        run = jax.jit(mt.dot).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in run
+    assert "tensor<256x512x" not in run
 
 
 def test_asked_for_in_vain(hopper):

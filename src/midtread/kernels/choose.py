@@ -56,12 +56,18 @@ def _ragged_kernels() -> ModuleType:
 
 
 def scaled(
-    labels: tuple[Labels, Labels, Labels], lhs, rhs, tiles: dict[str, int], dtype
+    labels: tuple[Labels, Labels, Labels],
+    lhs,
+    rhs,
+    tiles: dict[str, int],
+    dtype,
+    stored: tuple[str, ...] = (),
 ) -> jax.Array | None:
     """Codes times codes, scaled, in `dtype`.
 
     Args:
         tiles: the number of tiles of each summed label that scales vary along.
+        stored: the sides that were not quantized for this contraction (gpu.scaled).
     """
     out = choose_weights.few_rows(labels, lhs, rhs, dtype)
     if out is not None:
@@ -69,8 +75,8 @@ def scaled(
     reason = why_not_scaled(labels, lhs, rhs, tiles)
     if not wanted.taken(reason, "this matmul of codes"):
         return None
-    run = _kernels().blocked if tiles else _kernels().scaled
-    return run(labels, lhs, rhs, dtype, wanted.is_interpreted())
+    how = (labels, lhs, rhs, dtype, wanted.is_interpreted())
+    return _kernels().blocked(*how) if tiles else _kernels().scaled(*how, stored)
 
 
 def why_not_scaled(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:

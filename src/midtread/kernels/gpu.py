@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import blocked_gpu, matmul_gpu, tuned
+from midtread.kernels import blocked_gpu, many_rows_gpu, matmul_gpu, tuned
 from midtread.kernels.few_rows_gpu import MAX_ROWS
 from midtread.kernels.functions import as_function
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
@@ -85,12 +85,23 @@ def _extents(labels, lhs, rhs) -> dict[str, int]:
     return left | dict(zip(labels[1], codes_of(rhs).shape))
 
 
-def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
-    """sum_k lhs rhs, scaled, in the order of the output's labels."""
+def scaled(labels, lhs, rhs, out_dtype, interpret: bool, stored=()) -> jax.Array:
+    """sum_k lhs rhs, scaled, in the order of the output's labels.
+
+    Args:
+        stored: the sides, "lhs" or "rhs", that lie in memory as their labels say. Others
+            were written for this contraction, with the summed axis innermost.
+    """
     found = matrices(*labels)
     left, right = (labels[0], lhs, found.m), (labels[1], rhs, found.n)
-    if labels[2] != found.m + found.n:  # the result comes out transposed: swap
+    is_swapped = labels[2] != found.m + found.n  # the result comes out transposed
+    if is_swapped:
         left, right = right, left
+    if ("lhs" if is_swapped else "rhs") in stored and right[0] == found.k + right[2]:
+        out = _by_columns(left, right, found.k, out_dtype, interpret)
+        if out is not None:
+            extents = _extents(labels, lhs, rhs)
+            return out.reshape([extents[x] for x in labels[2]])
     operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
     scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
     vectors = [
@@ -112,6 +123,18 @@ def scaled(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
     out = views.crop_to(out, sizes)
     extents = _extents(labels, lhs, rhs)
     return out.reshape([extents[x] for x in labels[2]])
+
+
+def _by_columns(left, right, summed: Labels, dtype, interpret) -> jax.Array | None:
+    """`scaled` of (labels, operand, labels that are kept) where the right codes are stored
+    with the summed axes first; None if their kernel does not take them."""
+    rows = _as_rows(left[1], left[0], left[2], summed)
+    columns = codes_of(right[1]).reshape(rows.shape[1], -1)
+    scales = [
+        _spread(_scales(x, of, kept, summed), (extent, 1)).reshape(-1)
+        for (of, x, kept), extent in ((left, rows.shape[0]), (right, columns.shape[1]))
+    ]
+    return many_rows_gpu.codes(rows, columns, *scales, dtype, interpret)
 
 
 def up(extent: int, multiple: int) -> int:

@@ -191,13 +191,13 @@ def _row(ref, byte, odd: int):
     return address_of(ref, plus(plus(box, unit), times(row, 128)))
 
 
-def array(registers: list, shape: tuple[int, ...], layout):
-    """Mosaic's own, of what this thread holds."""
+def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
+    """Mosaic's own, of what this thread holds; `is_signed` of integers."""
     shape = layout.registers_shape(shape)
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
         _layout=layout,
-        _is_signed=None,
+        _is_signed=is_signed,
     )
 
 

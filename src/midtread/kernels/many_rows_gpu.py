@@ -4,6 +4,9 @@ A weight [K, N], as Flax stores it, is decoded on the way into the tensor cores.
 decode all of it first: 70 us for int8 [4096, 14336] on an H200, where 128 rows in bfloat16
 take 31. Scales are applied inside and the result leaves in the caller's dtype: with many
 rows another pass over it would cost more than the decoding.
+
+    weight    rows in bfloat16
+    codes     rows of codes by codes, 8 bits both; gpu.py says what may be multiplied
 """
 
 import functools
@@ -19,6 +22,7 @@ from midtread.kernels.few_rows_gpu import WEIGHTS
 from midtread.kernels.functions import as_function
 from midtread.kernels.mixed_gpu import mixed_matmul
 from midtread.numerics import views
+from midtread.numerics.formats import as_format
 from midtread.numerics.rounding import decode
 
 
@@ -43,7 +47,7 @@ def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:
         return f"scales of groups are {scale.dtype}: the kernel has bfloat16 ones"
     if group and scale.shape[1] not in (1, shape[1]):
         return f"scales of extents {scale.shape} on {shape} codes"
-    if tuned.mixed_blocks(fmt, rows, shape, group, dtypes[1]) is None:
+    if tuned.mixed_blocks(fmt, rows, shape, group, dtypes) is None:
         return f"{shape} codes in groups of {group} do not divide into blocks"
     return None
 
@@ -77,7 +81,8 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
 
     def kernel(x, codes, scale):
         group = _group(codes.shape, scale)
-        blocks = tuned.mixed_blocks(fmt, x.shape[0], codes.shape, group, dtype)
+        dtypes = x.dtype, dtype
+        blocks = tuned.mixed_blocks(fmt, x.shape[0], codes.shape, group, dtypes)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
         how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
@@ -85,3 +90,33 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
 
     axes = "m k, k n, g n -> m n"
     return as_function(kernel, plain, axes, ("k", "g"), can_place=not interpret)
+
+
+def codes(x_MK, w_KN, rows_M, columns_N, dtype, interpret: bool) -> jax.Array | None:
+    """[M, N] of codes and their scales in float32; None if no block divides the weight."""
+    fmt, dtypes = as_format(w_KN.dtype.name), (x_MK.dtype, jnp.dtype(dtype))
+    if tuned.mixed_blocks(fmt, x_MK.shape[0], w_KN.shape, None, dtypes) is None:
+        return None
+    return _codes_call(fmt, dtypes[1], interpret)(x_MK, w_KN, rows_M, columns_N)
+
+
+@functools.cache
+def _codes_call(fmt, dtype, interpret: bool) -> Callable:
+
+    def plain(x, w, rows, columns):
+        numbers = (((1,), (0,)), ((), ()))
+        wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
+        out = lax.dot_general(x, w, numbers, preferred_element_type=wide)
+        return (out.astype(jnp.float32) * rows[:, None] * columns).astype(dtype)
+
+    def kernel(x, w, rows, columns):
+        dtypes = x.dtype, dtype
+        blocks = tuned.mixed_blocks(fmt, x.shape[0], w.shape, None, dtypes)
+        if blocks is None:  # a device's part of a sharded weight may be too narrow
+            return plain(x, w, rows, columns)
+        how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+        scale = columns.reshape(1, -1)
+        return mixed_matmul(x, decode_ptx.as_bytes(w), scale, rows, **how)
+
+    axes = "m k, k n, m, n -> m n"
+    return as_function(kernel, plain, axes, ("k",), can_place=not interpret)

@@ -1,12 +1,16 @@
 """What single threads of a warpgroup do in mixed_gpu: who holds which column, and how.
 
     decoded    bytes in shared memory -> the left operand of wgmma, in registers
+    turned     the same of 8-bit codes as they are
     scales     the numbers that belong to the columns of an accumulator
     lay        an accumulator -> shared memory, turned, as the copy engine wants it
 
 Lane (warp w, g, c) of warpgroup j holds columns 64 j + 16 w + 2 g + (0, 1) of a program's
 128, and of every 8 rows of the weight rows 2c and 2c + 1. To wgmma the two columns are rows
 g and g + 8 of its warp's 16: which column is which is free, as long as all agree.
+
+Codes that are turned have four neighbours along the sum in a register: of every 16 rows lane c
+holds 4c to 4c + 3.
 
 lanes_gpu.py, which does the same for stream_gpu, has the words for single threads.
 """
@@ -19,6 +23,7 @@ import jax.numpy as jnp
 from midtread.kernels.lanes_gpu import (
     address_of,
     array,
+    asm,
     flipped,
     modulo,
     moved,
@@ -90,10 +95,19 @@ def decoded(
             lane = modulo(mgpu.thread_idx(), 32)
             given.append(llvm.ptrtoint(i32, address_of(beside.pop(0), times(lane, 4))))
         factors = [_twice(s) for s in _words(beside[0], column)] if beside else []
-        starts = _places(ref, flipped(byte, which), c, line)
+        if bits == 8:
+            start = _line(ref, modulo(mgpu.thread_idx(), 32))
+            given = [value(_in_one(code[1]))]
+        else:
+            starts = _places(ref, flipped(byte, which), c, line)
         registers = []
         for tile in range(rows // 8):
-            words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
+            if bits == 8:
+                if tile % 4 == 0:
+                    four = _four(moved(start, tile * 8 * width))
+                words = [four[tile % 4]] * 2
+            else:
+                words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
             words += given
             kind = "=r,=r" + ",r" * len(words)
             made = llvm.inline_asm(both, words, code[0], kind, asm_dialect=0)
@@ -105,6 +119,71 @@ def decoded(
         return array(registers, (64, rows), mgpu.WGMMA_LAYOUT)
 
     return decode(ref, *beside)
+
+
+def turned(ref: Any, dtype) -> jax.Array:
+    """[64, rows] of 8-bit codes, whose bytes [rows, 128] lie in shared memory."""
+    rows, width = ref.shape
+    layout = plgpu.Layout.WGMMA_8BIT
+    result = plgpu.ShapeDtypeStruct((64, rows), dtype, layout=layout)
+    is_signed = True if dtype == jnp.int8 else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(in_order(width, jnp.int8)),), return_type=result
+    )
+    def turn(ctx, ref):
+        del ctx
+        i32 = word_type()
+        four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
+        lane = modulo(mgpu.thread_idx(), 32)
+        # Of 16 rows a word holds two, for two columns; a lane wants four, so two words. Which
+        # two come first differs between lanes, so that no two rows meet in a bank.
+        part, place = shifted(lane, 3), modulo(lane, 8)
+        pair = shifted(place, 1)
+        half = flipped(modulo(part, 2), shifted(pair, 1))
+        row = plus(
+            times(shifted(part, 1), 16), times(pair, 4), times(half, 2), modulo(place, 2)
+        )
+        start = _line(ref, row)
+        is_swapped = shifted(modulo(lane, 4), 1)
+        registers = []
+        for at in range(0, rows, 32):
+            words = _four(moved(start, at * width))
+            for two in (words[:2], words[2:]):
+                for first in (0x6420, 0x7531):
+                    select = flipped(times(is_swapped, 0x4444), first)
+                    code = "prmt.b32 $0, $1, $2, $3;"
+                    given = [*two, select]
+                    word = llvm.inline_asm(i32, given, code, "=r,r,r,r", asm_dialect=0)
+                    registers.append(mgpu.utils.bitcast(word, four))
+        return array(registers, (64, rows), mgpu.WGMMA_LAYOUT_8BIT, is_signed)
+
+    run: Any = turn
+    return run(ref)
+
+
+def _line(ref, row):
+    """Where this warp's 16 bytes of a row lie, in tiles of 8 rows of 128 bytes."""
+    thread = mgpu.thread_idx()
+    unit = modulo(shifted(thread, 5), 8)  # 4 warps in each of 2 warpgroups
+    within = modulo(row, 8)
+    place = plus(times(shifted(row, 3), 1024), times(within, 128))
+    return address_of(ref, plus(place, times(flipped(unit, within), 16)))
+
+
+def _four(address) -> list:
+    """Four registers of 8 rows each, 16 bytes a row, whose addresses lanes 0-7, 8-15 ... give:
+    lane (g, c) gets bytes 2g and 2g + 1 of rows 2c and 2c + 1."""
+    code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    given = [llvm.ptrtoint(word_type(), address)]
+    return asm([word_type()] * 4, code, given, "=r,=r,=r,=r,r")
+
+
+def _in_one(select: int) -> int:
+    """The permute of bytes of two words, where the two rows are halves of one word."""
+    nibbles = [select >> shift & 15 for shift in (0, 4, 8, 12)]
+    nibbles = [n - 2 if n >= 4 else n for n in nibbles]
+    return sum(n << 4 * i for i, n in enumerate(nibbles))
 
 
 def _words(ref, column) -> list:

@@ -28,14 +28,15 @@ from midtread.kernels import choose, choose_weights, xla
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
-META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sharding")
+META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sharding", "stored")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """Labels, and how the caller wants it run.
 
-    `tiled` is the summed label that a tile size applies to, for lhs and for rhs.
+    `tiled` is the summed label that a tile size applies to, for lhs and for rhs; `stored`
+    are the sides whose codes were not made for this contraction, and lie as they lie.
     """
 
     lhs: Labels
@@ -46,6 +47,7 @@ class Contraction:
     precision: Any = None
     preferred: Any = None  # dtype of the result, None: that of the operands
     out_sharding: Any = None
+    stored: tuple[str, ...] = ("lhs", "rhs")
 
     name = "contraction"
     can_tile = True
@@ -195,7 +197,8 @@ class Dot(Contraction):
         return numbers, [got.index(x) for x in self.out]
 
     def scaled_sum(self, lhs, rhs, tiles, dtype):
-        return choose.scaled((self.lhs, self.rhs, self.out), lhs, rhs, tiles, dtype)
+        labels = self.lhs, self.rhs, self.out
+        return choose.scaled(labels, lhs, rhs, tiles, dtype, self.stored)
 
     def weight_sum(self, lhs, rhs, dtype):
         labels = self.lhs, self.rhs, self.out

@@ -107,8 +107,9 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
         operands.append(used)
         dtype = x.dtype if _is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
-    lhs, rhs = operands
-    out = contract(c, lhs, rhs, recipe.fwd.accumulate)
+    stored = [s for s, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
+    of = dataclasses.replace(c, stored=tuple(stored))
+    out = contract(of, *operands, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
 
 
@@ -189,7 +190,9 @@ class _Way(NamedTuple):
 
 def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
     back = dataclasses.replace(
-        c.dlhs if side == "lhs" else c.drhs, out_sharding=_explicit_sharding(mine.value)
+        c.dlhs if side == "lhs" else c.drhs,
+        out_sharding=_explicit_sharding(mine.value),
+        stored=(),
     )
     y, factor, spec = theirs.value, None, back.place(gemm.g, side)
     if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):

@@ -7,8 +7,9 @@
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows,
                and the most programs that a cluster may have
-    mixed      many rows against a stored weight on Hopper: what a block costs, from which
-               its rows and the number of programs that share a sum follow
+    mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
+               block costs, from which its rows and the number of programs that share a sum
+               follow
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -26,9 +27,9 @@ from midtread.kernels.decode_gpu import Blocks as WeightBlocks
 from midtread.kernels.grouped_decode import Blocks as ExpertBlocks
 from midtread.kernels.lanes_gpu import COLUMNS
 from midtread.kernels.matmul_gpu import Blocks
-from midtread.kernels.mixed_gpu import COLUMNS as MIXED_COLUMNS
-from midtread.kernels.mixed_gpu import INNER, SHARED, STEP
-from midtread.kernels.mixed_gpu import Blocks as MixedBlocks
+from midtread.kernels.mixed_sums_gpu import COLUMNS as MIXED_COLUMNS
+from midtread.kernels.mixed_sums_gpu import SHARED, inner, step
+from midtread.kernels.mixed_sums_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.stream_sums_gpu import Blocks as StreamBlocks
 from midtread.numerics.formats import Format, dtype_bits
@@ -113,34 +114,40 @@ def stream_blocks(
 
 
 def mixed_blocks(
-    fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtype
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtypes
 ) -> MixedBlocks | None:
-    """Of many rows by a weight [K, N] on Hopper; None if it does not divide."""
+    """Of many rows by a weight [K, N] on Hopper; None if it does not divide.
+
+    Args:
+        dtypes: of the rows, bfloat16 or that of codes, and of the result.
+    """
     num_k, num_n = shape
-    if num_k % STEP or num_n % MIXED_COLUMNS:
+    piece, whole = inner(dtypes[0]), step(dtypes[0])
+    if num_k % whole or num_n % MIXED_COLUMNS:
         return None
-    if group and group % INNER and group != 32:
+    if group and group % piece and group != 32:
         return None
+    cost = table(device_kind())["mixed"][str(dtype_bits(dtypes[0]))]
     most = min(256, -(-rows // 32) * 32)
     found = [
-        mixed_time(MixedBlocks(rows=each, split=split), rows, shape)
+        mixed_time(MixedBlocks(rows=each, split=split), rows, shape, cost)
         for each in range(64, most + 1, 32)
         for split in range(1, 9)
-        if num_k % (STEP * split) == 0
+        if num_k % (whole * split) == 0
     ]
     _, blocks = min(found, key=lambda pair: pair[0])
     is_deep = blocks.rows <= 128 and (
-        not group or group % STEP == 0 or STEP % group == 0
+        not group or group % whole == 0 or whole % group == 0
     )
-    blocks = dataclasses.replace(blocks, k=STEP if is_deep else INNER)
-    return dataclasses.replace(blocks, stages=blocks.most_stages(fmt, group, dtype))
+    blocks = dataclasses.replace(blocks, k=whole if is_deep else piece)
+    return dataclasses.replace(blocks, stages=blocks.most_stages(fmt, group, dtypes))
 
 
 def mixed_time(
-    blocks: MixedBlocks, rows: int, shape: tuple[int, int]
+    blocks: MixedBlocks, rows: int, shape: tuple[int, int], cost: dict[str, float]
 ) -> tuple[float, MixedBlocks]:
     """About how many ns it takes, and the blocks with the last round as it should be."""
-    cost, (num_k, num_n) = table(device_kind())["mixed"], shape
+    num_k, num_n = shape
     each = lambda rows: cost["block"] + cost["row"] * rows  # ns, for each of k
     pairs = num_n // MIXED_COLUMNS * -(-rows // blocks.rows) * blocks.split
     is_paired = num_n % (2 * MIXED_COLUMNS) == 0 and pairs >= cost["pair"] * num_cores()
