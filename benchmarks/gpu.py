@@ -2,11 +2,12 @@
 
     JAX_PLATFORMS=cuda,cpu python benchmarks/gpu.py [row ...] [--results FOLDER] [--peers]
 
-Rows: train-<recipe>, gemm, quantize, prefill, decode, sweep, grouped, experts, attention;
-none named: all. Each prints a table of its cases and appends it to the results. --peers
-times the same cases by other libraries, once per device and version (benchmarks/gpu_peers.py). Llama-8B layers: d 4096, ff 14336, 32
-and 8 heads; 16,384 tokens. Decoding runs a stack of 8 MLP layers, larger than L2. Times are
-the best of three runs of back-to-back calls. `bound` is what the roofline would allow.
+Rows: train, gemm, quantize, prefill, decode, sweep, grouped, experts, attention; none named:
+all. Each prints a table of its cases and appends it to the results. --peers times the same
+cases by other libraries, once per device and version (gpu_peers.py). Llama-8B layers: d 4096,
+ff 14336, 32 and 8 heads; 16,384 tokens. Decoding runs a stack of 8 MLP layers, larger than L2
+(gpu_serving.py). Times are the best of three runs of back-to-back calls. `bound` is what the
+roofline would allow.
 """
 
 import argparse
@@ -18,18 +19,17 @@ import subprocess
 
 import gpu_experts
 import gpu_peers
+import gpu_serving
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from gpu_timing import (
-    BANDWIDTH,
     BF16,
     EIGHT,
     FF,
     HEADS,
     KEY,
     KV_HEADS,
-    LAYERS,
     TOKENS,
     D,
     attempt,
@@ -211,108 +211,12 @@ def quantize():
     return lines
 
 
-class Stack(nn.Module):
-    layers: int = LAYERS
-
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(
-            nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
-        )
-        for i in range(self.layers):
-            x = dense(D, name=f"down{i}")(nn.relu(dense(FF, name=f"up{i}")(x)))
-        return x
-
-
-SERVING = {
-    "w8": ({"weight_qtype": "int8"}, 8),
-    "fp8w": ({"weight_qtype": "e4m3"}, 8),
-    "w4-g128": ({"weight_qtype": "int4", "tile_size": 128}, 4.125),
-    "w4-g32": ({"weight_qtype": "int4", "tile_size": 32}, 4.5),
-    "nf4-g64": ({"weight_qtype": "nf4", "tile_size": 64}, 4.25),
-    "w4a8-g128": (
-        {"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128},
-        4.125,
-    ),
-    "w8a8": ({"weight_qtype": "int8", "act_qtype": "int8"}, 8),
-    "fp8": ({"weight_qtype": "e4m3", "act_qtype": "e4m3"}, 8),
-}
-
-
-def _serve(rows: tuple[int, ...], names, layers: int = LAYERS) -> list[str]:
-    model, codes = Stack(layers), layers * 2 * D * FF
-    inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
-    calls = {m: 20 if m < 1024 else 5 for m in rows}
-    variables = jax.jit(model.init)(KEY, inputs[rows[0]])
-    base = {
-        m: measure(model.apply, variables, x, calls=calls[m])[0]
-        for m, x in inputs.items()
-    }
-    lines = [
-        f"| {m} | bfloat16 | {t / layers * 1e6:.1f} | 1.00 | {codes * 2 / t / 1e12:.2f} | |"
-        for m, t in base.items()
-    ]
-    for name in names:
-        served, params = _quantized(model, variables, inputs[rows[0]], SERVING[name][0])
-        for m, x in inputs.items():
-            run = functools.partial(
-                measure, served.apply, {"params": params}, x, calls=calls[m]
-            )
-            lines.append(_served_line(name, m, attempt(run), base[m], layers))
-            print(lines[-1], flush=True)
-        del params
-    return lines
-
-
-def _quantized(model, variables, x, fields):
-    provider = mt.PtqProvider([mt.QuantizationRule(module_path=".*", **fields)])
-    served = mt.quantize_model(model, provider)
-    shapes = jax.eval_shape(served.init, KEY, x)["params"]
-    return served, mt.quantize_params(variables["params"], shapes)
-
-
-def _served_line(name: str, rows: int, run, base: float, layers: int) -> str:
-    if isinstance(run, str):
-        return f"| {rows} | {name} | {run} | | | |"
-    took, bits, codes = run[0], SERVING[name][1], layers * 2 * D * FF
-    peak = EIGHT if "a8" in name or name == "fp8" else BF16
-    bound = max(codes * bits / 8 / BANDWIDTH, 2 * rows * codes / peak)
-    rate = codes * bits / 8 / took / 1e12
-    return (
-        f"| {rows} | {name} | {took / layers * 1e6:.1f} | {base / took:.2f} | "
-        f"{rate:.2f} | {base / bound:.2f} |"
-    )
-
-
-HEAD = [
-    "| rows | weights | us a layer | x bf16 | TB/s of weights | bound x |",
-    "|---" * 6 + "|",
-]
-
-
-def decode(*rows):
-    return HEAD + _serve(tuple(map(int, rows)) or (1, 16, 64), SERVING)
-
-
-def prefill():
-    return HEAD + _serve((8192,), ("w8a8", "fp8"))
-
-
-SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
-
-
-def sweep(*names):
-    """Never slower than bfloat16? Two layers, still beyond L2."""
-    rows = tuple(2**i for i in range(14))  # 1 .. 8192
-    return HEAD + _serve(rows, names or SWEEP, layers=2)
-
-
 ROWS = {
     "gemm": gemm,
     "quantize": quantize,
-    "prefill": prefill,
-    "decode": decode,
-    "sweep": sweep,
+    "prefill": gpu_serving.prefill,
+    "decode": gpu_serving.decode,
+    "sweep": gpu_serving.sweep,
     "train": train,
     "grouped": gpu_experts.grouped,
     "experts": gpu_experts.experts,
@@ -322,7 +226,9 @@ ROWS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", help="gemm, decode:16, train:int8:fp8 ...")
+    parser.add_argument(
+        "rows", nargs="*", help="gemm, decode:16, train:int8:fp8, sweep:gated:w8 ..."
+    )
     folder = pathlib.Path(__file__).parent / "results"
     parser.add_argument("--results", default=folder, type=pathlib.Path)
     parser.add_argument("--peers", action="store_true", help="other libraries instead")
@@ -340,7 +246,9 @@ def main():
     path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
     rows = gpu_peers.ROWS if args.peers else ROWS
     # a format of the sweep at a time: no row takes more than four minutes
-    apart = [f"{r}:{n}" for r in rows for n in (SWEEP if r == "sweep" else [""])]
+    apart = [
+        f"{r}:{n}" for r in rows for n in (gpu_serving.SWEEP if r == "sweep" else [""])
+    ]
     for row in args.rows or [r.removesuffix(":") for r in apart]:
         name, *options = row.split(":")
         title = f"{device}, jax {jax.__version__}, {today}, {commit or 'no commit'}"

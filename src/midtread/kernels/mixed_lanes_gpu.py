@@ -95,19 +95,10 @@ def decoded(
             lane = modulo(mgpu.thread_idx(), 32)
             given.append(llvm.ptrtoint(i32, address_of(beside.pop(0), times(lane, 4))))
         factors = [_twice(s) for s in _words(beside[0], column)] if beside else []
-        if bits == 8:
-            start = _line(ref, modulo(mgpu.thread_idx(), 32))
-            given = [value(_in_one(code[1]))]
-        else:
-            starts = _places(ref, flipped(byte, which), c, line)
+        starts = _places(ref, flipped(byte, which), c, line)
         registers = []
         for tile in range(rows // 8):
-            if bits == 8:
-                if tile % 4 == 0:
-                    four = _four(moved(start, tile * 8 * width))
-                words = [four[tile % 4]] * 2
-            else:
-                words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
+            words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
             words += given
             kind = "=r,=r" + ",r" * len(words)
             made = llvm.inline_asm(both, words, code[0], kind, asm_dialect=0)
@@ -142,7 +133,10 @@ def turned(ref: Any, dtype) -> jax.Array:
         pair = shifted(place, 1)
         half = flipped(modulo(part, 2), shifted(pair, 1))
         row = plus(
-            times(shifted(part, 1), 16), times(pair, 4), times(half, 2), modulo(place, 2)
+            times(shifted(part, 1), 16),
+            times(pair, 4),
+            times(half, 2),
+            modulo(place, 2),
         )
         start = _line(ref, row)
         is_swapped = shifted(modulo(lane, 4), 1)
@@ -177,13 +171,6 @@ def _four(address) -> list:
     code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
     given = [llvm.ptrtoint(word_type(), address)]
     return asm([word_type()] * 4, code, given, "=r,=r,=r,=r,r")
-
-
-def _in_one(select: int) -> int:
-    """The permute of bytes of two words, where the two rows are halves of one word."""
-    nibbles = [select >> shift & 15 for shift in (0, 4, 8, 12)]
-    nibbles = [n - 2 if n >= 4 else n for n in nibbles]
-    return sum(n << 4 * i for i, n in enumerate(nibbles))
 
 
 def _words(ref, column) -> list:

@@ -195,7 +195,10 @@ def _fetch(plan: Plan, refs: Refs, rows, part, row, j, count):
             groups = pl.ds(lax.div(start, plan.group), refs.scale_ring.shape[1])
             scale = refs.scale.at[groups, pl.ds(j * COLUMNS, COLUMNS)]
             plgpu.copy_gmem_to_smem(scale, refs.scale_ring.at[slot], full)
-        x, ring = refs.x.at[pl.ds(row, rows), some], refs.x_ring.at[slot, pl.ds(0, rows)]
+        x, ring = (
+            refs.x.at[pl.ds(row, rows), some],
+            refs.x_ring.at[slot, pl.ds(0, rows)],
+        )
         plgpu.copy_gmem_to_smem(x, ring, full, **together)
         return count + 1
 
@@ -252,7 +255,11 @@ def _sums(plan: Plan, refs: Refs, wg, first, rows: int):
 def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
     """[64, inner] of a warpgroup's columns: codes, or values, scaled if scales are of
     groups."""
-    block, scale, dtype = refs.w_ring.at[slot, pl.ds(start, plan.inner)], None, plan.fmt.dtype
+    block, scale, dtype = (
+        refs.w_ring.at[slot, pl.ds(start, plan.inner)],
+        None,
+        plan.fmt.dtype,
+    )
     if plan.group:
         count = max(1, plan.inner // plan.group)
         scale = refs.scale_ring.at[slot, pl.ds(start // plan.group, count)]
@@ -260,7 +267,9 @@ def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
         return mixed_lanes_gpu.turned(block, dtype)
     if plan.native:
         code = decode_ptx.code(plan.fmt)
-        return mixed_lanes_gpu.decoded(block, code, dtype_bits(dtype), refs.table_here, scale)
+        return mixed_lanes_gpu.decoded(
+            block, code, dtype_bits(dtype), refs.table_here, scale
+        )
     if plan.is_codes:
         values = lax.bitcast_convert_type(block[...], dtype)
     else:

@@ -1,0 +1,127 @@
+"""Rows of benchmarks/gpu.py that serve a stack of MLP layers: prefill, decode, sweep.
+
+Two matrices and relu, which cuBLAS applies in bfloat16's matmul itself; or, with the option
+`gated`, Llama's three and silu(gate) * up, which is a kernel beside the matmuls for all.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from gpu_timing import BANDWIDTH, BF16, EIGHT, FF, KEY, LAYERS, D, attempt, measure
+
+import midtread as mt
+
+
+class Stack(nn.Module):
+    layers: int = LAYERS
+    gated: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+        )
+        for i in range(self.layers):
+            h = dense(FF, name=f"up{i}")(x)
+            h = nn.silu(dense(FF, name=f"gate{i}")(x)) * h if self.gated else nn.relu(h)
+            x = dense(D, name=f"down{i}")(h)
+        return x
+
+    @property
+    def num_codes(self) -> int:
+        return self.layers * (3 if self.gated else 2) * D * FF
+
+
+SERVING = {
+    "w8": ({"weight_qtype": "int8"}, 8),
+    "fp8w": ({"weight_qtype": "e4m3"}, 8),
+    "w4-g128": ({"weight_qtype": "int4", "tile_size": 128}, 4.125),
+    "w4-g32": ({"weight_qtype": "int4", "tile_size": 32}, 4.5),
+    "nf4-g64": ({"weight_qtype": "nf4", "tile_size": 64}, 4.25),
+    "w4a8-g128": (
+        {"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128},
+        4.125,
+    ),
+    "w8a8": ({"weight_qtype": "int8", "act_qtype": "int8"}, 8),
+    "fp8": ({"weight_qtype": "e4m3", "act_qtype": "e4m3"}, 8),
+}
+
+
+def _serve(rows: tuple[int, ...], names, model: Stack) -> list[str]:
+    layers = model.layers
+    inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
+    calls = {m: 20 if m < 1024 else 5 for m in rows}
+    variables = jax.jit(model.init)(KEY, inputs[rows[0]])
+    base = {
+        m: measure(model.apply, variables, x, calls=calls[m])[0]
+        for m, x in inputs.items()
+    }
+    lines = [
+        f"| {m} | bfloat16 | {t / layers * 1e6:.1f} | 1.00 | "
+        f"{model.num_codes * 2 / t / 1e12:.2f} | |"
+        for m, t in base.items()
+    ]
+    for name in names:
+        served, params = _quantized(model, variables, inputs[rows[0]], SERVING[name][0])
+        for m, x in inputs.items():
+            run = functools.partial(
+                measure, served.apply, {"params": params}, x, calls=calls[m]
+            )
+            lines.append(_served_line(name, m, attempt(run), base[m], model))
+            print(lines[-1], flush=True)
+        del params
+    return lines
+
+
+def _quantized(model, variables, x, fields):
+    provider = mt.PtqProvider([mt.QuantizationRule(module_path=".*", **fields)])
+    served = mt.quantize_model(model, provider)
+    shapes = jax.eval_shape(served.init, KEY, x)["params"]
+    return served, mt.quantize_params(variables["params"], shapes)
+
+
+def _served_line(name: str, rows: int, run, base: float, model: Stack) -> str:
+    if isinstance(run, str):
+        return f"| {rows} | {name} | {run} | | | |"
+    took, bits, codes = run[0], SERVING[name][1], model.num_codes
+    peak = EIGHT if "a8" in name or name == "fp8" else BF16
+    bound = max(codes * bits / 8 / BANDWIDTH, 2 * rows * codes / peak)
+    rate = codes * bits / 8 / took / 1e12
+    return (
+        f"| {rows} | {name} | {took / model.layers * 1e6:.1f} | {base / took:.2f} | "
+        f"{rate:.2f} | {base / bound:.2f} |"
+    )
+
+
+HEAD = [
+    "| rows | weights | us a layer | x bf16 | TB/s of weights | bound x |",
+    "|---" * 6 + "|",
+]
+
+
+def _is_gated(options: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    return "gated" in options, tuple(o for o in options if o != "gated")
+
+
+def decode(*options):
+    gated, rows = _is_gated(options)
+    return HEAD + _serve(
+        tuple(map(int, rows)) or (1, 16, 64), SERVING, Stack(gated=gated)
+    )
+
+
+def prefill(*options):
+    gated, names = _is_gated(options)
+    return HEAD + _serve((8192,), names or ("w8a8", "fp8"), Stack(2, gated))
+
+
+SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
+
+
+def sweep(*options):
+    """Never slower than bfloat16? Two layers, still beyond L2."""
+    gated, names = _is_gated(options)
+    rows = tuple(2**i for i in range(14))  # 1 .. 8192
+    return HEAD + _serve(rows, names or SWEEP, Stack(2, gated))
