@@ -130,11 +130,11 @@ def _by_columns(left, right, summed: Labels, dtype, interpret) -> jax.Array | No
     with the summed axes first; None if their kernel does not take them."""
     rows = _as_rows(left[1], left[0], left[2], summed)
     columns = codes_of(right[1]).reshape(rows.shape[1], -1)
-    scales = [
+    one, other = (
         _spread(_scales(x, of, kept, summed), (extent, 1)).reshape(-1)
         for (of, x, kept), extent in ((left, rows.shape[0]), (right, columns.shape[1]))
-    ]
-    return many_rows_gpu.codes(rows, columns, *scales, dtype, interpret)
+    )
+    return many_rows_gpu.codes(rows, columns, one, other, dtype, interpret)
 
 
 def up(extent: int, multiple: int) -> int:

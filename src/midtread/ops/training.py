@@ -108,8 +108,9 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
         dtype = x.dtype if _is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
     stored = [s for s, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
+    lhs, rhs = operands
     of = dataclasses.replace(c, stored=tuple(stored))
-    out = contract(of, *operands, recipe.fwd.accumulate)
+    out = contract(of, lhs, rhs, recipe.fwd.accumulate)
     return out, (c, *kept, ranges.g, key)
 
 
