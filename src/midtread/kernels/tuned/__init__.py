@@ -7,9 +7,9 @@
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows,
                and the most programs that a cluster may have
-    mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
-               block costs, from which its rows and the number of programs that share a sum
-               follow
+    mixed      many rows against a stored weight on Hopper: from how many on, by the bits of
+               the weight, and by those of rows what a block costs, from which its rows and
+               the number of programs that share a sum follow
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -113,6 +113,11 @@ def stream_blocks(
     return dataclasses.replace(blocks, split=split, cluster=2 - split % 2)
 
 
+def mixed_least(fmt: Format) -> int:
+    """How many rows Hopper's kernel for many is faster for than those for few."""
+    return table(device_kind())["mixed"]["least"][str(dtype_bits(fmt.dtype))]
+
+
 def mixed_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtypes
 ) -> MixedBlocks | None:
@@ -131,7 +136,7 @@ def mixed_blocks(
     most = min(256, -(-rows // 32) * 32)
     found = [
         mixed_time(MixedBlocks(rows=each, split=split), rows, shape, cost)
-        for each in range(64, most + 1, 32)
+        for each in range(min(64, most), most + 1, 32)
         for split in range(1, 9)
         if num_k % (whole * split) == 0
     ]
