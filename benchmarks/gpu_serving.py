@@ -1,10 +1,12 @@
 """Rows of benchmarks/gpu.py that serve a stack of MLP layers: prefill, decode, sweep.
 
 Two matrices and relu, which cuBLAS applies in bfloat16's matmul itself; or, with the option
-`gated`, Llama's three and silu(gate) * up, which is a kernel beside the matmuls for all.
+`gated`, Llama's three and silu(gate) * up, which is a kernel beside the matmuls for all. Other
+options are numbers of rows and names of SERVING: `sweep:gated:w8:256:1024`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,20 +103,33 @@ HEAD = [
 ]
 
 
-def _is_gated(options: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    return "gated" in options, tuple(o for o in options if o != "gated")
+class _Asked(NamedTuple):
+    """What a row's options say: `gated`, numbers of rows, names of SERVING."""
+
+    rows: tuple[int, ...]
+    names: tuple[str, ...]
+    gated: bool
+
+
+def _asked(options: tuple[str, ...], rows, names) -> _Asked:
+    found = tuple(int(o) for o in options if o.isdigit())
+    named = tuple(o for o in options if o in SERVING)
+    unknown = [o for o in options if o not in (*named, "gated") and not o.isdigit()]
+    if unknown:
+        raise ValueError(
+            f"{unknown} are neither 'gated', nor rows, nor of {[*SERVING]}"
+        )
+    return _Asked(found or rows, named or names, "gated" in options)
 
 
 def decode(*options):
-    gated, rows = _is_gated(options)
-    return HEAD + _serve(
-        tuple(map(int, rows)) or (1, 16, 64), SERVING, Stack(gated=gated)
-    )
+    asked = _asked(options, (1, 16, 64), tuple(SERVING))
+    return HEAD + _serve(asked.rows, asked.names, Stack(gated=asked.gated))
 
 
 def prefill(*options):
-    gated, names = _is_gated(options)
-    return HEAD + _serve((8192,), names or ("w8a8", "fp8"), Stack(2, gated))
+    asked = _asked(options, (8192,), ("w8a8", "fp8"))
+    return HEAD + _serve(asked.rows, asked.names, Stack(2, asked.gated))
 
 
 SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
@@ -122,6 +137,5 @@ SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
 
 def sweep(*options):
     """Never slower than bfloat16? Two layers, still beyond L2."""
-    gated, names = _is_gated(options)
-    rows = tuple(2**i for i in range(14))  # 1 .. 8192
-    return HEAD + _serve(rows, names or SWEEP, Stack(2, gated))
+    asked = _asked(options, tuple(2**i for i in range(14)), SWEEP)  # 1 .. 8192
+    return HEAD + _serve(asked.rows, asked.names, Stack(2, asked.gated))
