@@ -9,16 +9,19 @@ short fp8 accumulators. Weights have one scale per block of columns, so it joins
 scales as a number; two operands in 1x128 tiles (the weight gradient) need it by column.
 
 The walk, the ring of buffers and the writing are matmul_gpu's. Three warpgroups multiply,
-each with 64 rows: one scales while the tensor cores work for another. Two programs side by
-side fetch a's rows once for both.
+each with 64 rows: one scales while the tensor cores work for another. They start by turns,
+or all would have their tiles at once and scale at once; by column that gains nothing. Two
+programs side by side fetch a's rows once for both.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.lanes_gpu import asm, plus, shifted, value
 from midtread.kernels.matmul_gpu import (
     Job,
     in_order,
@@ -27,16 +30,45 @@ from midtread.kernels.matmul_gpu import (
     over_blocks,
     send,
 )
-from midtread.kernels.pallas_compat import load_slice, pl, plgpu, transposed
+from midtread.kernels.pallas_compat import (
+    arith,
+    load_slice,
+    mgpu,
+    pl,
+    plgpu,
+    transposed,
+)
 
 TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8
 CTA = ROWS * GROUPS, TILE
+FREE = 8  # the first of the barriers that Mosaic leaves alone: it has one a warpgroup
 
 
-def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, pair: bool):
+def _turn(how: str) -> None:
+    """Two warpgroups at a barrier: "sync" waits for the one before, "arrive" lets the next
+    one start."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=())
+    def run(ctx):
+        del ctx
+        whose = shifted(mgpu.thread_idx(), 7)  # the warpgroup
+        if how == "arrive":
+            after = plus(whose, 1)
+            is_last = arith.cmpi(arith.CmpIPredicate.eq, after, value(GROUPS))
+            whose = arith.select(is_last, value(0), after)
+        asm([], f"bar.{how} $0, 256;", [plus(whose, FREE)], "r")
+        return ()
+
+    call: Any = run  # its first argument comes from Pallas
+    call()
+
+
+def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bool):
     (m, k), n = a_gmem.shape, b_gmem.shape[0]
+    pair = native
     grid = pl.cdiv(m, CTA[0]), pl.cdiv(n, CTA[1] * (2 if pair else 1))
     by_column = sb_gmem.shape[1] == n
+    turn = _turn if native and not by_column else nothing
 
     codes = lambda rows, dtype, shared: plgpu.BlockSpec(
         (rows, TILE),
@@ -71,9 +103,11 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, pair: bool
             sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
             if not by_column:
                 sa = sa * sb_gmem[index[0], tile]
+            turn("sync")
 
             def one_tile(acc):
                 plgpu.wgmma(acc, a_smem.at[mine], transposed(b_smem))
+                turn("arrive")
                 return acc[...]
 
             part = pl.run_scoped(one_tile, plgpu.ACC((ROWS, TILE), jnp.float32))
@@ -93,6 +127,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, pair: bool
 
     example = Job(inputs(0, 0), specs, k // TILE, nothing, nothing)
     count = grid[0] * grid[1]
+    pl.when(lax.axis_index("wg") == GROUPS - 1)(lambda: turn("arrive"))  # lets 0 start
     over_blocks(find, count, example, out_gmem.dtype, groups=GROUPS, stages=stages)
 
 
@@ -106,10 +141,10 @@ def blocked_matmul(
 ) -> jax.Array:
     """[M, N]; `sb_TN` may have one entry per 128 columns."""
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
-    pair = not interpret  # the interpreter has no clusters
+    native = not interpret  # the interpreter has no clusters and no single threads
     return launch(
-        functools.partial(_body, stages=stages, pair=pair),
+        functools.partial(_body, stages=stages, native=native),
         jax.ShapeDtypeStruct((a_MK.shape[0], b_NK.shape[0]), out_dtype),
         (a_MK, b_NK, sa_TM, sb_TN),
-        groups=GROUPS, pair=pair, interpret=interpret,
+        groups=GROUPS, pair=native, interpret=interpret,
     )  # fmt: skip
