@@ -315,21 +315,35 @@ def test_groups_with_scales_of_any_size_and_nan():
 
 
 EXPERTS = [("int8", None), ("e4m3", None), ("e5m2", None), ("int4", None)]
-EXPERTS += [("int4", 32), ("int4", 128)]
+EXPERTS += [("int4", 32), ("int4", 128), ("nf4", 64)]
+FEW = [  # in groups: blocks of several sizes, empty groups, rows beyond, one row, none
+    [16] * 8,
+    [17, 0, 3, 40, 16, 15, 20, 9],
+    [0] * 7 + [128],
+    [1] + [0] * 7,
+    [0] * 8,
+]
 
 
+# Multiples of 256 columns are streamed on Hopper; the others go by Triton, which lacks nf4.
+@pytest.mark.parametrize("columns", [768, 896])
 @pytest.mark.parametrize(("name", "tile"), EXPERTS)
-def test_few_rows_of_groups(name, tile):
+def test_few_rows_of_groups(name, tile, columns):
+    if name == "nf4" and columns == 896:
+        pytest.skip("nf4 is streamed or left to XLA")
     tiles = {1: tile} if tile else {}
-    w = mt.quantize(random(1, 8, 1024, 896), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
+    w = mt.quantize(random(1, 8, 1024, columns), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
     exact = mt.dequantize(w, jnp.float32)
-    for sizes in ([16] * 8, [17, 0, 3, 40, 16, 15, 20, 9], [0] * 7 + [128]):
-        x, inside = random(sizes[0], 128, 1024), sum(sizes)
-        parts = np.split(np.arange(128), np.cumsum(sizes))[:8]
+    run = lambda x, w, s: mt.ragged_dot(x, w, s)
+    for num_rows, sizes in [(128, sizes) for sizes in FEW] + [(8, [1] * 8), (300, FEW[1])]:  # fmt: skip
+        x, inside = random(sizes[0], num_rows, 1024), sum(sizes)
+        parts = np.split(np.arange(num_rows), np.cumsum(sizes))[:8]
         want = np.concatenate([wide(x)[rows] @ wide(exact[i]) for i, rows in enumerate(parts)])  # fmt: skip
-        got = by_kernel(lambda x, w, s: mt.ragged_dot(x, w, s), x, w, jnp.array(sizes))
-        assert error(got[:inside], jnp.asarray(want)) < 5e-3
+        got = by_kernel(run, x, w, jnp.array(sizes))
+        norm = np.linalg.norm(want)
+        assert np.linalg.norm(wide(got)[:inside] - want) <= 5e-3 * norm
         assert np.all(wide(got)[inside:] == 0)
+        assert (got == by_kernel(run, x, w, jnp.array(sizes))).all()
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])

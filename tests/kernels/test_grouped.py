@@ -12,15 +12,19 @@ import midtread as mt
 from midtread.kernels import (
     attention_gpu,
     choose,
+    few_groups_gpu,
     grouped_decode,
     grouped_gpu,
     ragged_gpu,
+    stream_groups_gpu,
     tuned,
     wanted,
     words_gpu,
     xla,
 )
 from midtread.kernels.matmul_gpu import Blocks
+from midtread.kernels.stream_gpu import Blocks as StreamBlocks
+from midtread.kernels.stream_groups_gpu import Choice, Walk
 from midtread.numerics.formats import as_format
 from tests.kernels.test_gpu import (
     SHAPE,
@@ -153,6 +157,87 @@ def test_few_rows_of_codes_and_gradient():
     assert error(interpreted(jax.grad(loss), x), want) < 1e-2
 
 
+GROUPED = ("r", "k"), ("g", "k", "n"), ("r", "n")
+STREAMED = [  # several rings, a sum that programs share; scales of columns, of tiles
+    ("int8", None, Choice(8, 1, StreamBlocks(32, 2, wide=2))),
+    ("int4", 32, Choice(8, 1, StreamBlocks(32, 2, wide=4, deep=4))),
+    ("nf4", 64, Choice(16, 1, StreamBlocks(64, 2))),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("name", "tile", "choice"), STREAMED)
+def test_streamed_groups(name, tile, choice, monkeypatch):
+    """Hopper's kernel: two blocks of one group, an empty group, two groups within 8 rows,
+    rows beyond all."""
+    monkeypatch.setattr(tuned, "stream_choices", lambda *_: (choice,))
+    tiles = {1: tile} if tile else {}
+    w = mt.quantize(random(1, 3, 128, 256), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
+    x, sizes = random(2, 20, 128), [11, 0, 6]
+    groups = ragged_gpu.Groups("r", "g", jnp.array(sizes))
+    run = lambda x, w: few_groups_gpu.weight(GROUPED, groups, x, w, True, hopper=True)
+    got = jax.jit(run)(x, w)
+    assert error(got, ragged(x, mt.dequantize(w, jnp.float32), sizes)) < 4e-3
+    assert np.all(wide(got)[17:] == 0)
+
+
+def test_a_shard_too_narrow_to_stream_in_groups():
+    """A device's part of weights: the same numbers by XLA, and their gradient."""
+    w = mt.quantize(random(1, 2, 128, 128), "int4", channelwise_axes=[0, 2])
+    x, c, sizes = random(2, 3, 20, 128), random(3, 20, 128), jnp.array([9, 11])
+    call = few_groups_gpu._stream_call(w.format, False)
+    run = lambda x: call(x, w.qvalue, w.scale, sizes)
+    matrix = mt.dequantize(w, jnp.float32)
+    want = np.stack([ragged(rows, matrix, [9, 11]) for rows in x])
+    assert error(jax.vmap(run)(x), want) < 4e-3
+    (got,) = jax.vjp(run, x[0])[1](c.astype(jnp.float32))
+    assert error(got, ragged(c, matrix.swapaxes(1, 2), [9, 11])) < 4e-3
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [0, 0], [256], [8, 248], [300, 5]])
+def test_streamed_blocks_cover_the_rows_of_groups_once(sizes):
+    walks = [Walk(i, m, len(sizes), 3, 1, 1, 2) for i, m in enumerate((16, 32))]
+    groups = stream_groups_gpu.by_xla(jnp.array(sizes), 256, walks)
+    ends = np.minimum(np.cumsum(sizes), 256)
+    for walk in walks:
+        seen = np.zeros((256, 3), int)
+        for item in range(3 * int(groups.blocks[walk.number, -1])):
+            group, row, tile = (int(v) for v in groups.find(walk, item))
+            assert row % 8 == 0
+            first = max(row, ends[group] - sizes[group])
+            seen[first : min(row + walk.rows, ends[group]), tile] += 1
+        assert np.all(seen == (np.arange(256) < sum(sizes))[:, None])
+
+
+def test_what_is_not_streamed_in_groups():
+    why = functools.partial(few_groups_gpu.why_not_stream, as_format("int4"), 20)
+    assert why((2, 256, 256), 1, jnp.bfloat16) is None
+    assert "not bfloat16" in why((2, 256, 256), 1, jnp.float16)
+    for shape, tiles in [((2, 256, 192), 1), ((2, 160, 256), 1), ((2, 256, 256), 16)]:
+        assert "do not divide" in why(shape, tiles, jnp.bfloat16)
+    groups, x = ragged_gpu.Groups("r", "g", jnp.array([1, 2])), random(1, 4, 128)
+    w = mt.quantize(random(2, 2, 128, 256), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 64})  # fmt: skip
+    why = functools.partial(few_groups_gpu.why_not_weight, GROUPED, groups, x, w)
+    assert why(hopper=True) is None and "Hopper alone" in why(hopper=False)
+
+
+def test_streamed_groups_fit():
+    """As many buffers as there is shared memory for, beside what sums change hands in."""
+    for name, tile in [("int8", None), ("int4", 128), ("nf4", 64)]:
+        for rows in (1, 8.5, 16, 20, 64):
+            fmt = as_format(name)
+            choices = tuned.stream_choices(fmt, rows, (4096, 7168), tile)
+            assert len(choices) == (1 if rows == 64 else 2)
+            assert len({c.blocks.division(fmt.bits).groups for c in choices}) == 1
+            for choice in choices:
+                assert choice.rows >= rows and choice.blocks.stages >= 2
+                size = choice.blocks.num_bytes(fmt, choice.rows, tile)
+                size += choice.blocks.exchanged(choice.rows) + tuned.HELD
+                assert size <= tuned.SHARED
+    (one, more) = tuned.stream_choices(as_format("int4"), 4, (1408, 256), 128)
+    assert one.blocks.deep == more.blocks.deep == 1  # 1408 is not whole for four rings
+
+
 @pytest.mark.parametrize("name", words_gpu.FORMATS)
 def test_words_hold_every_code(name):
     fmt = as_format(name)
@@ -235,6 +320,21 @@ def test_grouped_kernels_lower_for_cuda():
             lambda *a, out=out, b=blocks: grouped_gpu.grouped_sums(*a, out, b),
             codes(512, 1024), codes(512, 1024), vector(512), vector(512), sizes,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "rows"),
+    [("int8", None, 16), ("e4m3", None, 64), ("int4", 128, 16), ("nf4", 64, 1)],
+)
+def test_streamed_groups_lower_for_cuda(name, tile, rows):
+    fmt, shape = as_format(name), (4096, 1024)
+    choices = tuned.stream_choices(fmt, rows, shape, tile)
+    how = {"fmt": fmt, "choices": choices}
+    run = functools.partial(stream_groups_gpu.grouped_stream, **how)
+    codes = SHAPE((8, 4096, 1024 // (1 if fmt.bits > 4 else 2)), jnp.int8)
+    scale = SHAPE((8, 4096 // (tile or 4096), 1024), jnp.bfloat16)
+    x = SHAPE((8 * rows, 4096), jnp.bfloat16)
+    lower(run, x, codes, scale, SHAPE((8,), jnp.int32))
 
 
 def test_kernels_that_read_words_lower_for_cuda():

@@ -55,6 +55,12 @@ def _ragged_kernels() -> ModuleType:
     return ragged_gpu
 
 
+def _few_groups_kernels() -> ModuleType:
+    from midtread.kernels import few_groups_gpu
+
+    return few_groups_gpu
+
+
 def scaled(
     labels: tuple[Labels, Labels, Labels],
     lhs,
@@ -133,18 +139,22 @@ def grouped_weight(labels, groups: tuple, x, w) -> jax.Array | None:
 
 
 def _by_grouped_weight(labels, groups: tuple, x, w) -> jax.Array:
-    kernels = _ragged_kernels()
-    return kernels.weight(
-        labels, kernels.Groups(*groups), x, w, wanted.is_interpreted()
-    )
+    of = _ragged_kernels().Groups(*groups)
+    how = wanted.is_interpreted(), _is_hopper()
+    return _few_groups_kernels().weight(labels, of, x, w, *how)
 
 
 def why_not_grouped_weight(labels, groups: tuple, x, w: QArray) -> str | None:
     reason = wanted.why_no_gpu(hopper=False) or wanted.why_not_here(x, w, groups[2])
     if reason is not None:
         return reason
-    kernels = _ragged_kernels()
-    return kernels.why_not_weight(labels, kernels.Groups(*groups), x, w)
+    of = _ragged_kernels().Groups(*groups)
+    return _few_groups_kernels().why_not_weight(labels, of, x, w, _is_hopper())
+
+
+def _is_hopper() -> bool:
+    """Interpreted, weights go by Triton's kernels."""
+    return not wanted.is_interpreted() and wanted.why_no_gpu(hopper=True) is None
 
 
 def attend(

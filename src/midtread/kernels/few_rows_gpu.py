@@ -84,7 +84,7 @@ def weight(
         is_grouped, is_scaled = inner is not None, last is not None
         if is_grouped:
             inner = jnp.broadcast_to(inner, (inner.shape[0], codes_KN.shape[1]))
-        scales = [_readable(s) for s in (inner, last) if s is not None]
+        scales = [readable(s) for s in (inner, last) if s is not None]
         dtype = np.dtype(dtype)
         kernel_dtype = dtype if dtype == jnp.bfloat16 else np.dtype(np.float32)
         call = _stream_call(fmt, is_grouped, is_scaled, kernel_dtype, interpret)
@@ -93,7 +93,7 @@ def weight(
     return (out if last is None else out * last.astype(jnp.float32)).astype(dtype)
 
 
-def _readable(scale):
+def readable(scale):
     """In one of the two types that the kernel reads."""
     return scale if scale.dtype == jnp.bfloat16 else scale.astype(jnp.float32)
 

@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import grouped_decode, grouped_gpu, tuned, words_gpu
+from midtread.kernels import grouped_gpu, tuned
 from midtread.kernels.functions import as_function
 from midtread.kernels.gpu import codes_of, up, why_not_codes
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray
-from midtread.numerics.rounding import decode
 
 Labels = tuple[str, ...]
-MAX_ROWS = 64  # of a group, on average, for the kernel of few rows
+MAX_ROWS = 64  # of a group, on average, for the kernels of few rows
 
 
 class Groups(NamedTuple):
@@ -71,7 +70,7 @@ def why_not_grouped(labels, groups: Groups, lhs, rhs) -> str | None:
     reason = why_not_codes(lhs, rhs)
     if reason is not None:
         return reason
-    extents = _extents(labels, lhs, rhs)
+    extents = extents_of(labels, lhs, rhs)
     if groups.sizes.shape != (extents.get(groups.group, len(groups.sizes)),):
         return f"sizes {groups.sizes.shape} are not one per group"
     rows = extents[groups.rows]
@@ -84,7 +83,7 @@ def why_not_grouped(labels, groups: Groups, lhs, rhs) -> str | None:
     return None
 
 
-def _extents(labels, lhs, rhs) -> dict[str, int]:
+def extents_of(labels, lhs, rhs) -> dict[str, int]:
     left = dict(zip(labels[0], codes_of(lhs).shape))
     return left | dict(zip(labels[1], codes_of(rhs).shape))
 
@@ -96,7 +95,7 @@ def grouped(labels, groups: Groups, lhs, rhs, out_dtype, interpret: bool) -> jax
     kept = groups.rows in labels[2]
     run = _rows if kept else _sums
     out = run(labels, groups, found, lhs, rhs, out_dtype, interpret)
-    extents = _extents(labels, lhs, rhs) | {groups.group: groups.sizes.shape[0]}
+    extents = extents_of(labels, lhs, rhs) | {groups.group: groups.sizes.shape[0]}
     return out.reshape([extents[x] for x in labels[2]])
 
 
@@ -138,63 +137,6 @@ def _laid(x, labels: Labels, sides: tuple[Labels, ...]):
     return codes.reshape(shape), scale.reshape(*shape[:-1], 1)
 
 
-# --- few rows of each group against stored weights ------------------------------------------
-
-
-def why_not_weight(labels, groups: Groups, x, w: QArray) -> str | None:
-    """Why the kernel for few rows a group cannot take this; None if it can."""
-    found, fmt = sides(labels, groups), w.format
-    if found is None or not found.k:
-        return "it has axes besides rows, groups and those of a matrix"
-    if fmt.name not in words_gpu.FORMATS:
-        return f"{fmt.name} has no kernel: {', '.join(words_gpu.FORMATS)} have"
-    if x.dtype.name not in ("bfloat16", "float16"):
-        return f"the other operand is {x.dtype}, not bfloat16 or float16"
-    if labels[1] != (groups.group, *found.k, *found.n):
-        return "its weights are not stored as groups, summed axes, columns"
-    extents = _extents(labels, x, w)
-    if groups.sizes.shape != (extents[groups.group],):
-        return f"sizes {groups.sizes.shape} are not one per group"
-    rows = extents[groups.rows] / extents[groups.group]
-    if rows > MAX_ROWS:
-        return f"{rows:.0f} rows a group: the kernel is for {MAX_ROWS} at most"
-    if any(w.scale.shape[labels[1].index(a)] != 1 for a in found.k[1:]):
-        return "its scales vary along several summed axes"
-    if _weight_blocks(*_weight_shape(found, extents, w, labels), fmt, rows) is None:
-        return f"{w.shape} codes do not divide into blocks"
-    return None
-
-
-def _weight_shape(found: Sides, extents, w, labels) -> tuple[int, int, int]:
-    """Extents of the sum, of the columns, and the number of tiles of the sum."""
-    k, n = (math.prod(extents[x] for x in axes) for axes in (found.k, found.n))
-    return k, n, w.scale.shape[labels[1].index(found.k[0])]
-
-
-def _weight_blocks(k: int, n: int, tiles: int, fmt, rows: float):
-    return tuned.expert_blocks(fmt, rows, (k, n // words_gpu.num_planes(fmt)), k // tiles)  # fmt: skip
-
-
-def weight(labels, groups: Groups, x, w: QArray, interpret: bool) -> jax.Array:
-    """Rows times their group's weight, scaled, in float32."""
-    found, fmt = sides(labels, groups), w.format
-    assert found is not None  # or why_not_weight had said so
-    extents = _extents(labels, x, w)
-    k, n, tiles = _weight_shape(found, extents, w, labels)
-    planes, num_groups = words_gpu.num_planes(fmt), extents[groups.group]
-    order = [labels[0].index(a) for a in (groups.rows, *found.k)]
-    x_RK = x.transpose(order).reshape(-1, k)
-    words = words_gpu.as_words(w.qvalue.reshape(num_groups, k, n), fmt)
-    scale = w.scale.astype(jnp.float32)
-    if w.global_scale is not None:
-        scale = scale * w.global_scale.astype(jnp.float32)
-    full = [s if a in found.k else extents[a] for a, s in zip(labels[1], scale.shape)]
-    scale = views.expand(scale, full).reshape(num_groups, tiles, n // planes, planes)
-    call = _weight_call(fmt, interpret)
-    out = call(x_RK, words, scale.transpose(3, 0, 1, 2), groups.sizes)
-    return out.reshape([extents[a] for a in labels[2]])
-
-
 # --- kernels as functions ---------------------------------------------------------------------
 
 
@@ -232,27 +174,3 @@ def _sums_call(out_dtype, interpret: bool) -> Callable:
 
     axes, whole = "m r, n r, m, n, g -> g m n", ("r", "g")
     return as_function(kernel, plain, axes, whole, can_place=not interpret)
-
-
-@functools.cache
-def _weight_call(fmt, interpret: bool) -> Callable:
-    def plain(x, words, scale, sizes):
-        num_groups, k, _ = words.shape
-        codes = lax.bitcast_convert_type(words, fmt.dtype)
-        values = decode(codes, fmt).astype(jnp.float32)
-        scale = scale.astype(jnp.float32).transpose(1, 2, 3, 0)
-        values = views.broadcast_with(jnp.multiply, values, scale)
-        out = lax.ragged_dot(
-            x.astype(jnp.float32), values.reshape(num_groups, k, -1), sizes
-        )
-        return out.reshape(len(x), *values.shape[2:])
-
-    def kernel(x, words, scale, sizes):
-        rows, k = x.shape[0] / len(sizes), words.shape[1]
-        blocks = tuned.expert_blocks(fmt, rows, words.shape[1:], k // scale.shape[2])
-        return grouped_decode.grouped_weight(
-            x, words, scale, sizes, fmt=fmt, blocks=blocks, interpret=interpret
-        )
-
-    axes, whole = "r k, g k b, p g t b, g -> r b p", ("r", "k", "g", "p", "t")
-    return as_function(kernel, plain, axes, whole)

@@ -35,6 +35,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from midtread.kernels import decode_ptx, stream_sums_gpu, turn_gpu
 from midtread.kernels.lanes_gpu import COLUMNS
@@ -49,31 +50,29 @@ FILLED = 8  # up to so many rows the copy engine fills up; more are padded to ei
 def _body(*given, plan: Plan):
     """A warpgroup's share: sums of its blocks (stream_sums_gpu.py), which then change hands
     (turn_gpu.py)."""
-    group, looks_up, rest = plan.group, plan.looks_up, list(given)
-    # which of Refs there are, in its order
-    held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
-    held += [True, True, looks_up, looks_up, True]
-    refs = stream_sums_gpu.Refs(*(rest.pop(0) if is_held else None for is_held in held))
-    me = stream_sums_gpu.place(plan)
-    fetch = functools.partial(stream_sums_gpu.fetch, plan, refs, me)
-    for slot in range(plan.blocks.stages):
-        is_mine = (me.within == slot % plan.division.across) & (slot < me.count)
-        pl.when(is_mine)(functools.partial(fetch, slot, slot))
-    if looks_up:
-        copy = (refs.table, refs.table_here, refs.ready)
-        pl.when(me.wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
-        plgpu.barrier_wait(refs.ready)
-    add = stream_sums_gpu.sums_of_groups if group else stream_sums_gpu.sums
-    sums = add(plan, refs, me)
+    refs, deep = stream_sums_gpu.refs_of(plan, given), plan.division.deep
+    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    part = share * plan.blocks.cluster + lax.axis_index("part")
+
+    def find(ring, i):
+        k = (part * plan.num_chunks + i * deep + ring) * plan.blocks.k
+        # row 0 of x, but Pallas must not know: it refuses to read beyond the last row,
+        # which the copy engine fills up with zeros
+        return stream_sums_gpu.Spot(k, tile, share * 0, k)
+
+    count = lambda ring: lax.div(plan.num_chunks - ring + deep - 1, deep)
+    me = stream_sums_gpu.place(plan, count, find)
+    stream_sums_gpu.start(plan, refs, me)
+    sums = stream_sums_gpu.sums(plan, refs, me)
     if plan.native:
-        columns = pl.ds(me.tile * COLUMNS, COLUMNS)
+        columns = pl.ds(tile * COLUMNS, COLUMNS)
         last = None if refs.last is None else refs.last.at[:, columns]
-        out, cluster = refs.out.at[me.share, :, columns], plan.blocks.cluster
+        out, cluster = refs.out.at[pl.ds(share, 1), :, columns], plan.blocks.cluster
         between = refs.w_ring, refs.aside
         turn_gpu.finish(out, *between, sums, last, plan.division, cluster)
     else:
         for a, one in enumerate(sums):
-            refs.out[me.part, me.ring, me.tile, me.within * plan.blocks.wide + a] = one
+            refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
 
 
 def stream_matmul(
@@ -105,7 +104,7 @@ def stream_matmul(
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
     args = [x_MK, bytes_KB]
     args += [] if scale_GN is None else [scale_GN]
-    scratch = _rings(blocks, fmt, padded, scale_GN, group)
+    scratch = rings(blocks, fmt, padded, scale_GN, group)
     if fmt.table is not None and not interpret:
         args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
         scratch += [plgpu.SMEM(decode_ptx.TABLE, jnp.int32), plgpu.Barrier()]
@@ -136,34 +135,34 @@ def stream_matmul(
         **mesh,
     )
     out = kernel(*alike(*args))
-    out = _in_order(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
+    out = in_order_of(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
     out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
     if last_N is not None and not in_kernel:
         out = out * last_N.astype(jnp.float32).reshape(1, num_n)
     return out.astype(dtype)
 
 
-def _rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
+def rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
     """Buffers for the weight, x and scales of groups, and their barriers."""
     bits, inner = dtype_bits(fmt.dtype), blocks.piece(group)
     buffers = blocks.stages * blocks.deep
     ring = lambda shape, dtype, columns: plgpu.SMEM(
         (buffers, *shape), dtype, transforms=in_order(columns, dtype)
     )
-    rings: list = [
+    found: list = [
         ring((blocks.k, COLUMNS * bits // 8), jnp.int8, 128),
         ring((padded, blocks.k), jnp.bfloat16, inner),
     ]
     if scale is not None:
         count = max(1, blocks.k // group)
-        rings.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
-    return rings + [
-        plgpu.Barrier(num_arrivals=len(rings), num_barriers=buffers),
+        found.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
+    return found + [
+        plgpu.Barrier(num_arrivals=len(found), num_barriers=buffers),
         plgpu.Barrier(num_arrivals=blocks.division(bits).across, num_barriers=buffers),
     ]
 
 
-def _in_order(out, bits: int):
+def in_order_of(out, bits: int):
     """[M, N] of [N / 256, 4, 64, M], which the interpreted kernel writes."""
     tiles, padded = out.shape[0], out.shape[-1]
     extents, axes = stream_sums_gpu.order(bits)

@@ -1,8 +1,8 @@
 """What the warpgroups of stream_gpu do with the blocks of a weight: fetch, decode, add up.
 
-    fetch             block i of a ring -> a buffer of it, by the copy engine
-    sums              [64 columns, rows] of each accumulator, over the blocks of a ring
-    sums_of_groups    the same, where each group of rows has a scale
+    fetch    block i of a ring -> a buffer of it, by the copy engine
+    sums     [64 columns, rows] of each accumulator, over the blocks of a ring; where each
+             group of rows has a scale, of scaled sums of groups
 
 A ring is `stages` buffers, each with two barriers: `full`, when all of its parts have come,
 and `empty`, when all warpgroups of the ring have left it. Each of them fills the buffers of
@@ -12,6 +12,7 @@ kernel is interpreted.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,10 @@ class Blocks:
         beside = 0 if fmt.table is None else decode_ptx.TABLE_BYTES
         return size * self.stages * self.deep + beside + padded * turn_gpu.PITCH * 4
 
+    def exchanged(self, rows: int) -> int:
+        """Bytes in which sets of warpgroups add up what they have."""
+        return 0 if self.deep == 1 else self.deep * COLUMNS * rows * 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -60,6 +65,7 @@ class Plan:
     num_chunks: int  # blocks of one program's part of the sum
     is_scaled: bool  # by columns, in the kernel
     native: bool
+    walks: bool = False  # from sum to sum (stream_groups_gpu.py)
 
     @property
     def division(self) -> lanes_gpu.Division:
@@ -80,8 +86,9 @@ class Plan:
 
 
 class Refs(NamedTuple):
-    """In memory: x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N], out [m, N].
-    Then, in shared memory, rings and their barriers, the table, and what sums pass through."""
+    """In memory: x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N], out [.., m, N].
+    Then, in shared memory, rings and their barriers, the table, and what sums pass through:
+    `aside`, and where rings are in use to the end, `spare`."""
 
     x: Any
     w: Any
@@ -97,46 +104,70 @@ class Refs(NamedTuple):
     table_here: Any
     ready: Any
     aside: Any
+    spare: Any
+
+
+def refs_of(plan: Plan, given) -> Refs:
+    group, looks_up = plan.group, plan.looks_up
+    held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
+    held += [True, True, looks_up, looks_up, True]
+    held += [plan.walks and plan.native and plan.division.deep > 1]
+    rest = list(given)
+    return Refs(*(rest.pop(0) if is_held else None for is_held in held))
+
+
+class Spot(NamedTuple):
+    """Where a block lies in memory."""
+
+    row: Any  # of the weight, and with it of its scales
+    tile: Any  # of its columns
+    x_row: Any
+    x_column: Any
 
 
 class Place(NamedTuple):
     """Where this warpgroup stands."""
 
-    tile: Any  # of columns
     wg: Any
-    share: Any  # of the sum, that of a cluster
-    part: Any  # of the sum, that of a program
     ring: Any
     within: Any  # its number among those of its ring
     count: Any  # blocks of its ring
+    span: tuple[Any, Any]  # of them, those of this sum
+    find: Callable[[Any], Spot]  # of a block
 
 
-def place(plan: Plan) -> Place:
-    division = plan.division
-    tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
-    share = lax.axis_index("share")
-    part = share * plan.blocks.cluster + lax.axis_index("part")
-    ring, within = lax.div(wg, division.across), lax.rem(wg, division.across)
-    count = lax.div(plan.num_chunks - ring + division.deep - 1, division.deep)
-    return Place(tile, wg, share, part, ring, within, count)
+def place(plan: Plan, count: Callable, find: Callable) -> Place:
+    """Of blocks `count(ring)`, where `find(ring, i)` says."""
+    wg, across = lax.axis_index("wg"), plan.division.across
+    ring, within = lax.div(wg, across), lax.rem(wg, across)
+    num = count(ring)
+    return Place(wg, ring, within, num, (0, num), functools.partial(find, ring))
 
 
 def fetch(plan: Plan, refs: Refs, me: Place, i, slot):
     """Block `i` of a ring into a buffer of it."""
     k, (num_rows, width) = plan.blocks.k, (refs.x_ring.shape[1], refs.w_ring.shape[2])
-    row = (me.part * plan.num_chunks + i * plan.division.deep + me.ring) * k
-    rows, at = pl.ds(row, k), me.ring * plan.blocks.stages + slot
+    spot, at = me.find(i), me.ring * plan.blocks.stages + slot
     barrier = refs.full.at[at]
-    source = refs.w.at[rows, pl.ds(me.tile * width, width)]
+    source = refs.w.at[pl.ds(spot.row, k), pl.ds(spot.tile * width, width)]
     plgpu.copy_gmem_to_smem(source, refs.w_ring.at[at], barrier)
-    # row 0, but Pallas must not know: it refuses to read beyond the last row, which the
-    # copy engine fills up with zeros
-    source = refs.x.at[pl.ds(me.share * 0, num_rows), rows]
+    source = refs.x.at[pl.ds(spot.x_row, num_rows), pl.ds(spot.x_column, k)]
     plgpu.copy_gmem_to_smem(source, refs.x_ring.at[at], barrier)
     if plan.group:
-        some = pl.ds(lax.div(row, plan.group), refs.scale_ring.shape[1])
-        source = refs.scale.at[some, pl.ds(me.tile * COLUMNS, COLUMNS)]
+        some = pl.ds(lax.div(spot.row, plan.group), refs.scale_ring.shape[1])
+        source = refs.scale.at[some, pl.ds(spot.tile * COLUMNS, COLUMNS)]
         plgpu.copy_gmem_to_smem(source, refs.scale_ring.at[at], barrier)
+
+
+def start(plan: Plan, refs: Refs, me: Place):
+    """Fills all buffers for the first time, and brings the table that is looked up."""
+    for slot in range(plan.blocks.stages):
+        is_mine = (me.within == slot % plan.division.across) & (slot < me.count)
+        pl.when(is_mine)(functools.partial(fetch, plan, refs, me, slot, slot))
+    if plan.looks_up:
+        copy = (refs.table, refs.table_here, refs.ready)
+        pl.when(me.wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
+        plgpu.barrier_wait(refs.ready)
 
 
 def _refill(plan: Plan, refs: Refs, me: Place, i):
@@ -183,7 +214,9 @@ def _accumulators(plan: Plan, refs: Refs) -> list:
 
 
 def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
-    """[64, rows] of each accumulator, over the blocks of a ring."""
+    """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
+    if plan.group:
+        return _sums_of_groups(plan, refs, me)
     stages = plan.blocks.stages
 
     def block(i, accs):
@@ -202,13 +235,13 @@ def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         pl.when(i > 0)(lambda: _refill(plan, refs, me, i - 1))
 
     def over_all(*accs):
-        lax.fori_loop(0, me.count, lambda i, _: block(i, accs), None)
+        lax.fori_loop(*me.span, lambda i, _: block(i, accs), None)
         return [acc[...] for acc in accs]
 
     return pl.run_scoped(over_all, *_accumulators(plan, refs))
 
 
-def sums_of_groups(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
+def _sums_of_groups(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     """The same, where every group is scaled before it is added."""
     stages, accumulators = plan.blocks.stages, _accumulators(plan, refs)
     assert plan.group is not None
@@ -226,7 +259,7 @@ def sums_of_groups(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         for g in range(plan.blocks.k // step):
             run = functools.partial(one_group, at=at, first=g * step)
             sums = pl.run_scoped(run, *accumulators)
-            some = _scales(refs.scale_ring.at[at, g], plan, me)
+            some = scales(refs.scale_ring.at[at, g], plan, me)
             totals = [
                 total + one * lax.broadcast_in_dim(s, one.shape, [0])
                 for total, one, s in zip(totals, sums, some)
@@ -238,10 +271,10 @@ def sums_of_groups(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     zero = jnp.zeros(accumulators[0].shape, jnp.float32)
     if plan.native:
         zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, me.count, block, [zero] * plan.blocks.wide)
+    return lax.fori_loop(*me.span, block, [zero] * plan.blocks.wide)
 
 
-def _scales(ref, plan: Plan, me: Place):
+def scales(ref, plan: Plan, me: Place):
     """A warpgroup's 64 scales for each of its accumulators, in float32."""
     division = plan.division
     if plan.native:

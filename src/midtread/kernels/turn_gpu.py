@@ -9,7 +9,7 @@ turned into rows of 256 columns, which is how memory wants them.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +33,48 @@ from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 PITCH = COLUMNS + 2  # words between rows in shared memory: lanes meet no bank
 
 
+class Slots(NamedTuple):
+    """For a result [slots, m, 256]: the one that it goes to, the first row that is written,
+    and how many rows of each slot are; the others get zeros."""
+
+    own: Any
+    first: Any
+    counts: list[Any]
+
+
 def finish(
     out: Any, ring: Any, aside: Any, sums: list[jax.Array], scale: Any,
-    division: Division, programs: int,
+    division: Division, programs: int, slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Adds up what warpgroups and programs of a cluster have, and writes rows [m, 256].
+    """Adds up what warpgroups and programs of a cluster have, and writes rows [1, m, 256].
 
     Args:
         ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
         aside: [rows, PITCH] float32 in shared memory.
         scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
         programs: of a cluster.
+        slots: where there are several; and it may be called again.
     """
     refs = [out, ring, aside] + ([] if scale is None else [scale])
-    m, stride, padded = out.shape[0], out.ref.shape[-1], aside.shape[0]
+    (num_slots, m, _), padded = out.shape, aside.shape[0]
+    strides = math.prod(out.ref.shape[1:]), out.ref.shape[-1]
     size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     types: list[Any] = [plgpu.RefType() for _ in refs]
     types[1] = plgpu.RefType(SWIZZLED)
     types += [plgpu.Layout.WGMMA] * len(sums)
+    known = [] if slots is None else [slots.own, slots.first, *slots.counts]
+    types += [plgpu.Layout.WG_SPLAT(())] * len(known)
     total = padded * (COLUMNS // 2)  # pairs of neighbours
     share = -(-total // programs)
 
     @plgpu.inline_mgpu(arg_types=types)
     def run(ctx, out, ring, aside, *rest):
         del ctx
-        scale, sums = rest[: len(refs) - 3], rest[len(refs) - 3 :]
-        owned = list(zip(division.mine(), [_words(s) for s in sums]))
+        rest = list(rest)
+        scale = [rest.pop(0) for _ in refs[3:]]
+        owned = [(j, _words(rest.pop(0))) for j in division.mine()]
+        own, first, *counts = [v.registers.flat[0] for v in rest] or [0, 0, m]
         if division.deep > 1:
             needed = division.deep * COLUMNS * padded * 4
             assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
@@ -85,13 +100,25 @@ def finish(
             both = _gather(aside, offset, programs)
             if factors:
                 both = [arith.mulf(v, f) for v, f in zip(both, factors)]
-            address = address_of(out, times(plus(times(row, stride), column), size))
-            limits = (row, m), (e, share), (plus(start, e), total)
-            _write(address, both, limits, size)
-        if programs > 1:
+            place = plus(times(row, strides[1]), column)
+            row = plus(row, times(first, -1))
+            for s in range(num_slots):
+                address = address_of(out, times(plus(place, s * strides[0]), size))
+                within = (row, counts[s]), (e, share), (plus(start, e), total)
+                _write(address, _chosen(both, own, s), within, size)
+        if programs > 1 or known:
             _meet()  # nobody leaves while others read its shared memory
 
-    run(*refs, *sums)
+    run(*refs, *sums, *known)
+
+
+def _chosen(both, own, s: int):
+    """What is written to slot s: the result, or zeros."""
+    if isinstance(own, int):
+        return both
+    is_own = arith.cmpi(arith.CmpIPredicate.eq, own, value(s))
+    zero = mgpu.c(0.0, ir.F32Type.get())
+    return [arith.select(is_own, v, zero) for v in both]
 
 
 def _words(array):
@@ -192,10 +219,9 @@ _STORE = {
 
 
 def _write(address, both, limits, size: int):
-    """Two neighbours in float32 or bfloat16, if every number is below its limit."""
-    (_, m), (_, share), (_, total) = limits
-    code = f"""{{ .reg .pred p; setp.lt.u32 p, $3, {m};
-        setp.lt.and.u32 p, $4, {share}, p; setp.lt.and.u32 p, $5, {total}, p;
+    """Two neighbours in float32 or bfloat16, if every number, unsigned, is below its limit."""
+    code = f"""{{ .reg .pred p; setp.lt.u32 p, $3, $4;
+        setp.lt.and.u32 p, $5, $6, p; setp.lt.and.u32 p, $7, $8, p;
         {_STORE[size]} }}"""
-    given = [address, *both, *(value(number) for number, _ in limits)]
-    asm([], code, given, "l,f,f,r,r,r")
+    given = [address, *both, *(value(v) for pair in limits for v in pair)]
+    asm([], code, given, "l,f,f" + ",r" * 6)

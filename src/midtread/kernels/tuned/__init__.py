@@ -7,6 +7,8 @@
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows,
                and the most programs that a cluster may have
+    groups     the same for each expert: entries with these bits and at least so many rows, and
+               what a block of them costs
     mixed      many rows against a stored weight on Hopper: from how many on, by the bits of
                the weight, and by those of rows what a block costs, from which its rows and
                the number of programs that share a sum follow
@@ -31,11 +33,13 @@ from midtread.kernels.mixed_sums_gpu import COLUMNS as MIXED_COLUMNS
 from midtread.kernels.mixed_sums_gpu import SHARED, inner, step
 from midtread.kernels.mixed_sums_gpu import Blocks as MixedBlocks
 from midtread.kernels.pallas_compat import num_cores
+from midtread.kernels.stream_groups_gpu import Choice
 from midtread.kernels.stream_sums_gpu import Blocks as StreamBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
 HERE = pathlib.Path(__file__).parent
 DEFAULT = "nvidia-h200"
+HELD = 4096  # bytes of shared memory for the first rows and blocks of groups
 
 
 def device_kind() -> str:
@@ -87,20 +91,11 @@ def stream_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
 ) -> StreamBlocks | None:
     """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
-    bits, (num_k, num_n) = dtype_bits(fmt.dtype), shape
+    (num_k, num_n), bits = shape, dtype_bits(fmt.dtype)
     best = table(device_kind())["stream"]
     found = next(e for e in best["blocks"] if e["bits"] == bits and rows <= e["rows"])
-    blocks = StreamBlocks(**found["blocks"])
-    fits = (
-        group is None
-        or group % blocks.k == 0
-        or (group >= 32 and blocks.k % group == 0)
-    )
-    if num_k % blocks.k or num_n % COLUMNS or not fits:
-        return None
-    while blocks.num_bytes(fmt, rows, group) > SHARED and blocks.stages > 2:
-        blocks = dataclasses.replace(blocks, stages=blocks.stages - 1)
-    if blocks.num_bytes(fmt, rows, group) > SHARED:
+    blocks = _stream_fit(StreamBlocks(**found["blocks"]), fmt, rows, shape, group)
+    if blocks is None:
         return None
     # as many programs as multiprocessors, and blocks of the sum shared evenly among them
     chunks = num_k // blocks.k
@@ -111,6 +106,39 @@ def stream_blocks(
     if 8 * cluster >= 7 * split:  # nearly as many, and nothing is left to add up
         return dataclasses.replace(blocks, split=cluster, cluster=cluster)
     return dataclasses.replace(blocks, split=split, cluster=2 - split % 2)
+
+
+def stream_choices(
+    fmt: Format, rows: float, shape: tuple[int, int], group: int | None
+) -> tuple[Choice, ...]:
+    """Of `rows` rows a group on average by weights [K, N] on Hopper: blocks for so many rows
+    and for more; none if they do not divide."""
+    found = []
+    for entry in table(device_kind())["groups"]:
+        if entry["bits"] != dtype_bits(fmt.dtype) or entry["rows"] < rows:
+            continue
+        best, each = StreamBlocks(**entry["blocks"]), entry["rows"]
+        for blocks in (best, dataclasses.replace(best, wide=1, deep=1)):
+            spare = blocks.exchanged(each) + HELD
+            blocks = _stream_fit(blocks, fmt, each, shape, group, spare)
+            if blocks is not None and shape[0] % (blocks.k * blocks.deep) == 0:
+                found.append(Choice(each, entry["cost"], blocks))
+                break
+    return tuple(found[:2])
+
+
+def _stream_fit(
+    blocks: StreamBlocks, fmt: Format, rows: int, shape, group: int | None, spare=0
+) -> StreamBlocks | None:
+    """`blocks` with as many stages as there is memory for, beside `spare` bytes."""
+    (num_k, num_n), least = shape, blocks.k
+    fits = not group or group % least == 0 or (group >= 32 and least % group == 0)
+    if num_k % blocks.k or num_n % COLUMNS or not fits:
+        return None
+    most = SHARED - spare
+    while blocks.num_bytes(fmt, rows, group) > most and blocks.stages > 2:
+        blocks = dataclasses.replace(blocks, stages=blocks.stages - 1)
+    return blocks if blocks.num_bytes(fmt, rows, group) <= most else None
 
 
 def mixed_least(fmt: Format) -> int:
