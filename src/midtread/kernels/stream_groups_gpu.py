@@ -90,7 +90,7 @@ class Groups(NamedTuple):
     def find(self, walk: Walk, item) -> tuple:
         """(group, first row, tile of columns) of an item."""
         block = lax.div(item, walk.tiles)
-        group, step = jnp.int32(0), 1 << walk.num_groups.bit_length()
+        group, step = jnp.int32(0), 1 << (walk.num_groups - 1).bit_length()
         while step > 1:  # the last group that does not start after this block
             step //= 2
             later = jnp.minimum(group + step, walk.num_groups)
