@@ -120,10 +120,18 @@ def _over(a, b):
     return -(-a // b) if isinstance(a, int) else lax.div(a + b - 1, b)
 
 
-def _body(
-    *given, plans: list[Plan], walks: list[Walk], costs: list, scratch: list, num_rows
-):
-    if plans[0].native:
+class Way(NamedTuple):
+    """A choice, with all that follows from it."""
+
+    plan: Plan
+    walk: Walk
+    cost: int
+    scratch: list  # shared memory, in the order of Refs
+
+
+def _body(*given, ways: list[Way], num_rows: int):
+    walks = [way.walk for way in ways]
+    if ways[0].plan.native:
         *given, sizes, out, inside, rows, blocks = given
         groups = Groups(rows, blocks)
         inside[0], *counts = groups.fill(sizes, num_rows, walks)
@@ -132,18 +140,19 @@ def _body(
         groups, num_groups = Groups(rows, blocks), walks[0].num_groups
         inside[0], *counts = rows[num_groups], blocks[0, num_groups]
 
-    def run(i):
+    def run(way: Way, count):
         def scoped(*held):
-            refs = stream_sums_gpu.refs_of(plans[i], [*given, out, *held])
-            _over_items(plans[i], walks[i], refs, groups, counts[i])
+            refs = stream_sums_gpu.refs_of(way.plan, [*given, out, *held])
+            _over_items(way.plan, way.walk, refs, groups, count)
 
-        pl.run_scoped(scoped, *scratch[i], collective_axes="wg")
+        pl.run_scoped(scoped, *way.scratch, collective_axes="wg")
 
-    if len(plans) == 1:
-        run(0)
+    first, *more = [functools.partial(run, *pair) for pair in zip(ways, counts)]
+    if more:
+        is_first = counts[0] * ways[0].cost <= counts[1] * ways[1].cost
+        lax.cond(is_first, first, *more)
     else:
-        is_first = counts[0] * costs[0] <= counts[1] * costs[1]
-        lax.cond(is_first, lambda: run(0), lambda: run(1))
+        first()
 
 
 def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: Groups, num_blocks):
@@ -230,46 +239,29 @@ def grouped_stream(
             wait for each other in a branch keep the interpreter's threads.
     """
     choices = choices[:1] if interpret else choices
-    (num_rows, k), (num_groups, num_tiles, num_n) = x_RK.shape, scale_GTN.shape
-    group = None if num_tiles == 1 else k // num_tiles
-    tiles, native = num_n // COLUMNS, not interpret
+    num_rows, (num_groups, _, num_n) = x_RK.shape[0], scale_GTN.shape
+    ways = _ways(x_RK.shape, scale_GTN, fmt, choices, not interpret)
+    walks = [way.walk for way in ways]
     most = max(choice.rows for choice in choices)
     padded = max(-(-num_rows // STRIP) * STRIP, most) + (most if interpret else 0)
-    args = [jnp.pad(x_RK, ((0, padded - num_rows), (0, 0)))]
-    args.append(bytes_GKB.reshape(num_groups * k, -1))
-    if group is not None:
-        args.append(scale_GTN.reshape(-1, num_n))
-    if fmt.table is not None and native:
-        args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
-    if group is None:
-        args.append(scale_GTN[:, 0])
-    slots = min(MOST_SLOTS, 1 + _over(num_cores(), min(num_groups, num_rows) * tiles))
-    plans, walks = [], []
-    for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
-        assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
-        chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
-        plans.append(Plan(fmt, blocks, group, chunks, group is None, native, True))
-        walks.append(Walk(i, rows, num_groups, tiles, units, num_cores(), slots))
-    out, held = (slots, num_rows, num_n), []
+    x = jnp.pad(x_RK, ((0, padded - num_rows), (0, 0)))
+    args, held = _operands(x, bytes_GKB, scale_GTN, ways[0].plan), []
+    out = (walks[0].slots, num_rows, num_n)
     if interpret:
-        out = (slots, num_groups, choices[0].blocks.deep, tiles, 4, 64, padded)
         args += by_xla(sizes_G, num_rows, walks)
+        out = out[0], num_groups, choices[0].blocks.deep, walks[0].tiles, 4, 64, padded
     else:
         args.append(sizes_G.astype(jnp.int32))
         firsts = (num_groups + 1,), (len(choices), num_groups + 1)
         held = [plgpu.SMEM(shape, jnp.int32) for shape in firsts]
-    (num_threads,) = {plan.division.groups for plan in plans}
-    how: dict = {"plans": plans, "walks": walks, "costs": [c.cost for c in choices]}
-    how["scratch"] = [
-        _scratch(plan, w.rows, scale_GTN) for plan, w in zip(plans, walks)
-    ]
+    (num_threads,) = {way.plan.division.groups for way in ways}
     kernel = plgpu.kernel(
-        functools.partial(_body, num_rows=num_rows, **how),
+        functools.partial(_body, ways=ways, num_rows=num_rows),
         out_type=(
             jax.ShapeDtypeStruct(out, jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
-        grid=(num_cores(),),
+        grid=(walks[0].programs,),
         grid_names=("program",),
         num_threads=num_threads,
         thread_name="wg",
@@ -278,19 +270,52 @@ def grouped_stream(
         **(interpreter() if interpret else {}),
     )
     out, inside = kernel(*alike(*args))
-    out = jnp.sum(out, axis=0)
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    out, row = jnp.sum(out, axis=0), jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     if interpret:
-        in_order = functools.partial(stream_gpu.in_order_of, bits=dtype_bits(fmt.dtype))
-        out = jax.vmap(in_order)(jnp.sum(out, axis=1))[:, :num_rows]
-        end = jnp.cumsum(sizes_G)[:, None, None]
-        is_own = (row < end) & (row >= end - sizes_G[:, None, None])
-        out = jnp.sum(jnp.where(is_own, out, 0.0), axis=0)
+        out = _put_in_place(out, sizes_G, row, dtype_bits(fmt.dtype))
     return jnp.where(row < inside, out, 0.0)
 
 
+def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
+    (num_rows, k), (num_groups, num_tiles, num_n) = shape, scale_GTN.shape
+    group = None if num_tiles == 1 else k // num_tiles
+    tiles, programs = num_n // COLUMNS, num_cores()
+    # as many parts as a sum has if groups are not empty: two where items outnumber programs
+    slots = min(MOST_SLOTS, 1 + _over(programs, min(num_groups, num_rows) * tiles))
+    ways = []
+    for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
+        assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
+        chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
+        plan = Plan(fmt, blocks, group, chunks, group is None, native, walks=True)
+        walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
+        ways.append(Way(plan, walk, choices[i].cost, _scratch(plan, rows, scale_GTN)))
+    return ways
+
+
+def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> list:
+    """In the order of Refs."""
+    num_n, rows = scale_GTN.shape[2], bytes_GKB.shape[0] * bytes_GKB.shape[1]
+    args = [x, bytes_GKB.reshape(rows, -1)]
+    if plan.group:
+        args.append(scale_GTN.reshape(-1, num_n))
+    if plan.looks_up:
+        args.append(jnp.asarray(decode_ptx.pairs(plan.fmt.table)))
+    if plan.is_scaled:
+        args.append(scale_GTN[:, 0])
+    return args
+
+
+def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
+    """[R, N] of what the interpreted kernel writes, [groups, rings, ..]."""
+    in_order = functools.partial(stream_gpu.in_order_of, bits=bits)
+    out = jax.vmap(in_order)(jnp.sum(out, axis=1))[:, : len(row)]
+    end = jnp.cumsum(sizes_G)[:, None, None]
+    is_own = (row < end) & (row >= end - sizes_G[:, None, None])
+    return jnp.sum(jnp.where(is_own, out, 0.0), axis=0)
+
+
 def _scratch(plan: Plan, rows: int, scale_GTN) -> list:
-    """Shared memory of one choice, in the order of Refs."""
+    """Of one choice, in the order of Refs."""
     blocks, scale = plan.blocks, scale_GTN if plan.group else None
     scratch = stream_gpu.rings(blocks, plan.fmt, rows, scale, plan.group)
     if plan.looks_up:
