@@ -1,5 +1,7 @@
 """The PTX that decodes weights, run word by word: a machine of a dozen instructions."""
 
+import functools
+import itertools
 import re
 
 import jax.numpy as jnp
@@ -48,6 +50,11 @@ def cvt16(word):
     return float(np.array([word], np.uint16).view(np.float16)[0])
 
 
+def fma(a, b, c, dtype):
+    a, b, c = (halves(word, dtype) for word in (a, b, c))
+    return packed(a * b + c, dtype)
+
+
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -57,10 +64,8 @@ INSTRUCTIONS = {
     "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
-    "fma.rn.bf16x2": lambda a, b, c: packed(
-        halves(a, jnp.bfloat16) * halves(b, jnp.bfloat16) + halves(c, jnp.bfloat16),
-        jnp.bfloat16,
-    ),
+    "fma.rn.bf16x2": functools.partial(fma, dtype=jnp.bfloat16),
+    "fma.rn.f16x2": functools.partial(fma, dtype=np.float16),
     "cvt.f32.f16": cvt16,
     "cvt.rn.f16x2.e4m3x2": e4m3,
     "cvt.rn.bf16x2.f32": lambda high, low: packed([low, high], jnp.bfloat16),
@@ -111,10 +116,16 @@ def test_every_byte(name):
     takes = range(4) if is_narrow else range(2)
     step = 1 if fmt.table is not None else (0x1111 if is_narrow else 0x2222)
     for at in range(64):
+        two = [int(w[at]) for w in words]
         for j in takes:
-            given = {"$2": int(words[0][at]), "$3": int(words[1][at]), "$5": 0}
-            out = run(code, memory, **given, **{"$4": first + j * step})
-            for h in (0, 1):
+            given = {"$2": two[0], "$3": two[1], "$4": first + j * step, "$5": 0}
+            outs = [run(code, memory, **given)]
+            if fmt.table is None:  # 16 bits of both rows in one word
+                low, high = (w >> (8 if is_narrow else 16) * j & 0xFFFF for w in two)
+                outs += [
+                    run(decode_ptx.paired(fmt), memory, **{"$2": low | high << 16})
+                ]
+            for out, h in itertools.product(outs, (0, 1)):
                 got = halves(out[f"${h}"], jnp.bfloat16)
                 if is_narrow:
                     want = [v[4 * at + j, h] for v in values]

@@ -111,7 +111,8 @@ def test_streamed_blocks_fit():
             with pretend_gpu():
                 blocks = tuned.stream_blocks(fmt, rows, (k, n), group)
             assert blocks.stages >= 2
-            assert blocks.num_bytes(fmt, rows, group) <= tuned.SHARED
+            size = blocks.num_bytes(fmt, rows, group) + blocks.received(rows)
+            assert size <= tuned.SHARED and blocks.is_ample(fmt, rows)
             assert k % (blocks.k * blocks.split) == 0
             assert blocks.split % blocks.cluster == 0
             assert blocks.split * n // stream_gpu.COLUMNS <= 132

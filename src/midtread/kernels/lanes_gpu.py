@@ -1,6 +1,6 @@
 """What single threads of a warpgroup do in stream_gpu: who holds which column, and how.
 
-    decoded    bytes in shared memory -> left operands of wgmma, in registers
+    decoded    bytes in shared memory -> left operands of tensor cores, in registers
     scales     the numbers that belong to the columns of an accumulator
 
 Pallas has no word for "this register of this thread": inline_mgpu takes functions that build
@@ -9,11 +9,12 @@ Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
 A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
 of the weight rows 2c and 2c + 1, and of accumulator j
 
-    4 bits   columns  64 w + 8 g + 2 j + (0, 1)                 one byte of each row
-    8 bits   columns  128 (j / 2) + 32 w + 4 g + 2 (j % 2) + (0, 1)
+    4 bits   columns  64 w + 32 (j / 2) + 4 g + 2 (j % 2) + (0, 1)
+    8 bits   columns  64 j + 16 w + 2 g + (0, 1)
 
-A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups, 1 or `wide`, share
-the sum.
+for ldmatrix turns blocks of 8 rows by 16 bytes: a lane gets two bytes of two rows in a word.
+
+A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups share the sum.
 """
 
 import dataclasses
@@ -55,16 +56,20 @@ class Division:
         q = modulo(shifted(mgpu.thread_idx(), 7), self.across)
         return [plus(times(q, self.wide), a) for a in range(self.wide)]
 
+    @property
+    def shared(self) -> int:
+        """Accumulators whose columns lie in the same bytes."""
+        return 8 // self.bits
+
     def place(self, j):
-        """(first column, first byte in a row, byte pair in its word) of accumulator j."""
+        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
-        word = plus(times(w, 32), times(g, 4))  # 32 lanes along 128 bytes
         if self.bits == 4:
-            return plus(times(word, 2), times(j, 2)), word, j
-        half, pair = shifted(j, 1), modulo(j, 2)
-        byte = plus(word, times(half, 128))
-        return plus(byte, times(pair, 2)), byte, pair
+            strip, pair = plus(times(w, 32), times(shifted(j, 1), 16)), modulo(j, 2)
+            return plus(times(strip, 2), times(g, 4), times(pair, 2)), strip, pair
+        strip = plus(times(j, 64), times(w, 16))
+        return plus(strip, times(g, 2)), strip, 0
 
 
 # --- numbers that may be known ----------------------------------------------------------------
@@ -113,6 +118,21 @@ def moved(address, by: int):
     return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
 
 
+def pure(code: str, results: list, given: list) -> list:
+    """Results of inline PTX that has no effect beside them, on words and float32."""
+    letter = lambda t: "f" if t == ir.F32Type.get() else "r"
+    kinds = [f"={letter(t)}" for t in results] + [letter(v.type) for v in given]
+    kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    out = llvm.inline_asm(kind, given, code, ",".join(kinds), asm_dialect=0)
+    return _each(out, results)
+
+
+def _each(out, types: list) -> list:
+    if len(types) < 2:
+        return [out]
+    return [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
+
+
 def asm(results: list, code: str, given: list, kinds: str):
     """Inline PTX with an effect on memory; its results."""
     kind = ir.Type.parse("!llvm.void")
@@ -120,75 +140,126 @@ def asm(results: list, code: str, given: list, kinds: str):
         kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
     kinds += ",~{memory}" if kinds else "~{memory}"
     how = {"has_side_effects": True, "asm_dialect": 0}
-    out = llvm.inline_asm(kind, given, code, kinds, **how)
-    if len(results) < 2:
-        return [out]
-    return [llvm.extractvalue(t, out, [i]) for i, t in enumerate(results)]
+    return _each(llvm.inline_asm(kind, given, code, kinds, **how), results)
 
 
 # --- decoding ---------------------------------------------------------------------------------
 
 
 def decoded(
-    ref: Any, code: str, first: int, division: Division, table: Any = None
+    ref: Any, code: str, division: Division, table: Any = None, scale: Any = None
 ) -> list[jax.Array]:
-    """Left operands of wgmma, [64, rows] in bfloat16 for each accumulator of this warpgroup,
-    from bytes [rows, width] in shared memory: `code` is PTX that makes two registers of the
-    words of two rows.
+    """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
+    bytes [rows, width] in shared memory.
 
     Args:
-        first: the permute that selects the first bytes of a word.
+        code: PTX that makes two registers of a word, or of the words of two rows with a
+            table (decode_ptx.py).
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
+        scale: [groups of these rows, 256], float32 or bfloat16; applied in bfloat16.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    refs = [ref] if table is None else [ref, table]
-    types = (plgpu.RefType(SWIZZLED), plgpu.RefType())[: len(refs)]
-    bits = division.bits
+    beside = [r for r in (table, scale) if r is not None]
+    types = [plgpu.RefType(SWIZZLED), *(plgpu.RefType() for _ in beside)]
+    tiles = 0 if scale is None else rows // 8 // scale.shape[0]  # of 8 rows, to a group
+    size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=types, return_type=[one] * division.wide)
-    def run(ctx, ref, *table):
+    def run(ctx, ref, *beside):
         del ctx
-        i32, pair = word_type(), ir.VectorType.get((2,), ir.BF16Type.get())
-        both = llvm.StructType.get_literal([i32, i32])
-        step = (0x1111 if bits == 4 else 0x2222) if not table else 1
-        start = []
-        if table:
-            lane = modulo(mgpu.thread_idx(), 32)
-            start = [llvm.ptrtoint(i32, address_of(table[0], times(lane, 4)))]
-        places = [division.place(j) for j in division.mine()]
-        selects = [value(plus(times(p, step), first)) for _, _, p in places]
-        shared = ACCUMULATORS if bits == 4 else 2  # accumulators of one word
-        firsts = [
-            [_row(ref, places[a][1], odd) for odd in (0, 1)]
-            for a in range(0, division.wide, shared)
-        ]
-        registers = [[] for _ in places]
-        for tile in range(rows // 8):
-            words = [
-                [llvm.load(i32, moved(p, tile * 8 * width)) for p in pointers]
-                for pointers in firsts
+        beside = list(beside)
+        table_here = None if table is None else beside.pop(0)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        out, words = [], []
+        for a, j in enumerate(division.mine()):
+            column, byte, half = division.place(j)
+            if a % division.shared == 0 or division.wide == 1:
+                words = _turned(ref, byte, rows, width)
+            given = _given(words, half, table_here)
+            factors = [
+                twice(_rounded(start, size)) for start in _starts(beside, column, size)
             ]
-            for a, select in enumerate(selects):
-                given = [*words[a // shared], select, *start]
-                kinds = "=r,=r" + ",r" * len(given)
-                made = llvm.inline_asm(both, given, code, kinds, asm_dialect=0)
-                registers[a] += [
-                    mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
-                    for h in (0, 1)
-                ]
-        return [array(r, (64, rows), mgpu.WGMMA_LAYOUT) for r in registers]
+            registers = []
+            for tile, these in enumerate(given):
+                for h, made in enumerate(pure(code, [word_type()] * 2, these)):
+                    made = mgpu.utils.bitcast(made, pair)
+                    if factors:
+                        made = arith.mulf(made, factors[tile // tiles][h])
+                    registers.append(made)
+            out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
+        return out
 
-    return run(*refs)
+    return run(ref, *beside)
 
 
-def _row(ref, byte, odd: int):
-    """The address of a byte in row 2c + odd of a block that is swizzled by 128 bytes: a tile
-    of 8 rows and 128 bytes is 1024 bytes, and units of 16 trade places by row."""
+def _given(words: list, half, table) -> list[list]:
+    """What `code` gets for every 8 rows: a word with the columns of an accumulator in front,
+    or, with a table, 32 bits of two rows, which of their bytes is wanted, and the table."""
+    if table is None:
+        return [[value(shifted(word, times(half, 8)))] for word in words]
+    lane = modulo(mgpu.thread_idx(), 32)
+    start = llvm.ptrtoint(word_type(), address_of(table, times(lane, 4)))
+    code = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
+    given = []
+    for two in zip(words[::2], words[1::2]):
+        by_rows = pure(code, [word_type()] * 2, list(two))
+        bytes_ = [value(plus(half, 0x4440 + 2 * tile)) for tile in (0, 1)]
+        given += [[*by_rows, byte, start] for byte in bytes_]
+    return given
+
+
+def _starts(refs: list, column, size: int) -> list:
+    """The addresses of a thread's two scales, one for each group."""
+    if not refs:
+        return []
+    (ref,) = refs
+    start = address_of(ref, times(column, size))
+    return [moved(start, i * COLUMNS * size) for i in range(ref.type.shape[0])]
+
+
+def _turned(ref, byte, rows: int, width: int) -> list:
+    """A word for every 8 rows of 16 bytes: bytes 2g, 2g + 1 of row 2c, then of row 2c + 1."""
+    assert rows % 32 == 0, rows
     box = times(shifted(byte, 7), 1024)
-    row = plus(times(modulo(mgpu.thread_idx(), 4), 2), odd)
-    unit = flipped(modulo(byte, 128), times(row, 16))
-    return address_of(ref, plus(plus(box, unit), times(row, 128)))
+    tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
+    start = line(ref, shifted(modulo(byte, 128), 4))
+    start = plus(start, box, times(tile, 8 * width))
+    return [
+        word
+        for row in range(0, rows, 32)
+        for word in matrices(start, row * width, ".trans")
+    ]
+
+
+def line(ref, unit):
+    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 bytes that is swizzled: row
+    lane % 8, and units of 16 bytes trade places by row."""
+    row = modulo(mgpu.thread_idx(), 8)
+    place = plus(times(row, 128), times(flipped(unit, row), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, place))
+
+
+def matrices(start, offset: int, how: str = "") -> list:
+    """Four blocks of 8 by 8 elements of 16 bits, whose rows the lanes point at."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16"
+    code += f" {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm([word_type()] * 4, code, [start], "=r,=r,=r,=r,r")
+
+
+def twice(word) -> list:
+    """Both halves of a register, each as a pair of itself."""
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
+    return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
+
+
+def _rounded(start, size: int):
+    """Two neighbours in bfloat16 (`size` 2) or float32, as bfloat16 in one register."""
+    if size == 2:
+        return llvm.load(word_type(), start)
+    words = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in two_of(start, size)]
+    return pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], words)[0]
 
 
 def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
@@ -199,6 +270,13 @@ def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
         _layout=layout,
         _is_signed=is_signed,
     )
+
+
+def words_of(array):
+    """What a thread holds of [64, M]: [M / 8, columns, rows], 2 of both."""
+    return [
+        llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
+    ]
 
 
 def scales(ref: Any, division: Division) -> list[jax.Array]:

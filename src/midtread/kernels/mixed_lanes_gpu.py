@@ -30,6 +30,7 @@ from midtread.kernels.lanes_gpu import (
     plus,
     shifted,
     times,
+    twice,
     value,
     word_type,
 )
@@ -94,7 +95,7 @@ def decoded(
         if table is not None:
             lane = modulo(mgpu.thread_idx(), 32)
             given.append(llvm.ptrtoint(i32, address_of(beside.pop(0), times(lane, 4))))
-        factors = [_twice(s) for s in _words(beside[0], column)] if beside else []
+        factors = [twice(s) for s in _words(beside[0], column)] if beside else []
         starts = _places(ref, flipped(byte, which), c, line)
         registers = []
         for tile in range(rows // 8):
@@ -179,17 +180,6 @@ def _words(ref, column) -> list:
     count, columns = ref.type.shape
     start = address_of(ref, times(column, 2))
     return [llvm.load(i32, moved(start, i * columns * 2)) for i in range(count)]
-
-
-def _twice(word) -> list:
-    """Both halves of a register, each as a pair of itself."""
-    i32 = word_type()
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    made = [
-        llvm.inline_asm(i32, [word], f"prmt.b32 $0, $1, 0, {s};", "=r,r", asm_dialect=0)
-        for s in ("0x1010", "0x3232")
-    ]
-    return [mgpu.utils.bitcast(x, pair) for x in made]
 
 
 def scales(ref: Any) -> jax.Array:

@@ -111,9 +111,16 @@ def warpgroup_params():
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-def lane_params():
-    """Layouts of registers are told, as code for single threads wants it."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+def lane_params(barriers: bool = True):
+    """Layouts of registers are told, as code for single threads wants it.
+
+    Args:
+        barriers: of a warpgroup, before every copy and around other uses of shared memory.
+    """
+    lane = plgpu.LoweringSemantics.Lane
+    return plgpu.CompilerParams(
+        lowering_semantics=lane, unsafe_no_auto_barriers=not barriers
+    )
 
 
 @contextlib.contextmanager

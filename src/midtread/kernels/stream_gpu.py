@@ -2,30 +2,31 @@
 
     out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 64, Mosaic
 
-The weight is the left operand of wgmma, which may come from registers, and x the right
-one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the thread that
-decoded it, and 64 rows cost as many instructions as one.
+The weight is the left operand of the tensor cores, which may come from registers, and x the
+right one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the thread
+that decoded it, and eight rows cost as many instructions as one.
 
 A program owns 256 columns of the weight (as Flax stores it, [k, n] with n along the
 memory) and a part of the sum. The copy engine brings blocks of `k` rows into rings of
 buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
 sets of warpgroups take turns at the blocks, each with a ring of its own:
 
-    wide 1, deep 1    four warpgroups read every block, each for 64 columns
-    wide 4, deep 4    four rings; a word that is read once gives all its columns, and no
-                      warpgroup waits for another: best for 4 bits and a few rows
+    wide 4, deep 4 or 8    a ring to each warpgroup: what is read once gives all its columns,
+                           and nobody waits for anybody. Best for 4 bits and a few rows, whose
+                           sums fit into registers; by mma.sync (mma_gpu.py)
+    wide 1 or 2, deep 1    all warpgroups read every block, each for its columns; by wgmma
 
-wgmma wants pairs of neighbours along k in one register, and they lie in two rows: a byte
-permute takes one byte of each. Which 64 columns an accumulator takes is free, so it takes
-those that this permute yields (lanes_gpu.py).
+Tensor cores want pairs of neighbours along k in one register, and they lie in two rows:
+ldmatrix, meant to transpose blocks of 16-bit numbers, puts 16 bits of two rows into a word.
+Which 64 columns an accumulator takes is free, so it takes those that this yields
+(lanes_gpu.py).
 
 wgmma is asynchronous and reads its registers when it comes to it. So nothing may be decoded
 into registers of a multiplication that was not waited for: a block is decoded in two pieces
 at least, and when one is begun only the piece before it may be under way.
 
-Each group of a scale is a sum of its own in the tensor cores, scaled and added in float32.
-Programs that share a column go in clusters of two, which read each other's shared memory to
-add up, scale, cast and write the result. Larger ones do not all run at once on an H200, whose
+Programs that share a column go in clusters of two, which send each other their sums, scale,
+cast and write the result (turn_gpu.py). Larger ones do not all run at once on an H200, whose
 multiprocessors sit in groups of 16 or 18 less some: 16 clusters of 8 took twice the time.
 Where more than two share a column, pairs write float32 parts, which XLA adds up in whatever
 it does next.
@@ -63,13 +64,15 @@ def _body(*given, plan: Plan):
     count = lambda ring: lax.div(plan.num_chunks - ring + deep - 1, deep)
     me = stream_sums_gpu.place(plan, count, find)
     stream_sums_gpu.start(plan, refs, me)
+    pair = (refs.received, refs.signal) if plan.is_paired else None
+    if pair:
+        turn_gpu.prepare(*pair)
     sums = stream_sums_gpu.sums(plan, refs, me)
     if plan.native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
         last = None if refs.last is None else refs.last.at[:, columns]
-        out, cluster = refs.out.at[pl.ds(share, 1), :, columns], plan.blocks.cluster
-        between = refs.w_ring, refs.aside
-        turn_gpu.finish(out, *between, sums, last, plan.division, cluster)
+        out = refs.out.at[pl.ds(share, 1), :, columns]
+        turn_gpu.finish(out, refs.w_ring, sums, last, plan.division, pair)
     else:
         for a, one in enumerate(sums):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
@@ -102,36 +105,37 @@ def stream_matmul(
     padded = -(-m // 8) * 8
     if interpret or m > FILLED:
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
+    num_chunks, native = k // (blocks.k * blocks.split), not interpret
+    in_kernel = last_N is not None and shares == 1 and native
+    plan = Plan(fmt, blocks, group, num_chunks, in_kernel, native)
     args = [x_MK, bytes_KB]
     args += [] if scale_GN is None else [scale_GN]
-    scratch = rings(blocks, fmt, padded, scale_GN, group)
-    if fmt.table is not None and not interpret:
+    scratch = rings(plan, padded, scale_GN)
+    if plan.looks_up:
         args.append(jnp.asarray(decode_ptx.pairs(fmt.table)))
         scratch += [plgpu.SMEM(decode_ptx.TABLE, jnp.int32), plgpu.Barrier()]
-    in_kernel = last_N is not None and shares == 1 and not interpret
-    if in_kernel:
+    if last_N is not None and in_kernel:
         args.append(last_N.reshape(1, num_n))
-    num_chunks = k // (blocks.k * blocks.split)
-    division = blocks.division(bits)
     mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
-    if interpret:  # which knows no clusters
-        each = division.groups * blocks.wide, 64, blocks.piece(group)
+    if native:
+        if plan.is_paired:
+            scratch.append(plgpu.SMEM((padded // 2, COLUMNS), jnp.float32))
+            scratch.append(plgpu.SMEM(turn_gpu.SIGNAL, jnp.int32))
+        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
+        mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
+    else:  # the interpreter knows no clusters
+        each = plan.division.groups * blocks.wide, 64, plan.inner
         scratch.append(plgpu.SMEM(each, x_MK.dtype))
         out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
         mesh = {"grid": (tiles, shares, blocks.cluster)}
         mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
-    else:
-        scratch.append(plgpu.SMEM((padded, turn_gpu.PITCH), jnp.float32))
-        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
-        mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
-    plan = Plan(fmt, blocks, group, num_chunks, in_kernel, native=not interpret)
     kernel = plgpu.kernel(
         functools.partial(_body, plan=plan),
         out_type=jax.ShapeDtypeStruct(*out),
-        num_threads=division.groups,
+        num_threads=plan.division.groups,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=lane_params(),
+        compiler_params=lane_params(barriers=False),
         **mesh,
     )
     out = kernel(*alike(*args))
@@ -142,24 +146,23 @@ def stream_matmul(
     return out.astype(dtype)
 
 
-def rings(blocks: Blocks, fmt: Format, padded: int, scale, group) -> list:
+def rings(plan: Plan, padded: int, scale) -> list:
     """Buffers for the weight, x and scales of groups, and their barriers."""
-    bits, inner = dtype_bits(fmt.dtype), blocks.piece(group)
+    blocks, division = plan.blocks, plan.division
     buffers = blocks.stages * blocks.deep
     ring = lambda shape, dtype, columns: plgpu.SMEM(
         (buffers, *shape), dtype, transforms=in_order(columns, dtype)
     )
     found: list = [
-        ring((blocks.k, COLUMNS * bits // 8), jnp.int8, 128),
-        ring((padded, blocks.k), jnp.bfloat16, inner),
+        ring((blocks.k, COLUMNS * division.bits // 8), jnp.int8, 128),
+        ring((padded, blocks.k), jnp.bfloat16, 64 if plan.by_warps else plan.inner),
     ]
-    if scale is not None:
-        count = max(1, blocks.k // group)
+    if plan.group:
+        count = max(1, blocks.k // plan.group)
         found.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
-    return found + [
-        plgpu.Barrier(num_arrivals=len(found), num_barriers=buffers),
-        plgpu.Barrier(num_arrivals=blocks.division(bits).across, num_barriers=buffers),
-    ]
+    full = plgpu.Barrier(num_arrivals=len(found), num_barriers=buffers)
+    empty = plgpu.Barrier(num_arrivals=division.across, num_barriers=buffers)
+    return found + ([full] if plan.by_warps else [full, empty])
 
 
 def in_order_of(out, bits: int):

@@ -197,9 +197,8 @@ def _write(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written
     out = refs.out.at[:, pl.ds(row, refs.x_ring.shape[1]), columns]
     last = None if refs.last is None else refs.last.at[pl.ds(group, 1), columns]
     counts = [jnp.where(is_written, high - low, 0) for is_written in written]
-    between = refs.spare if plan.division.deep > 1 else refs.w_ring, refs.aside
     slots = turn_gpu.Slots(slot, low, counts)
-    turn_gpu.finish(out, *between, sums, last, plan.division, 1, slots)
+    turn_gpu.finish(out, refs.spare, sums, last, plan.division, slots=slots)
 
 
 def _write_interpreted(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written):  # fmt: skip
@@ -317,14 +316,11 @@ def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
 def _scratch(plan: Plan, rows: int, scale_GTN) -> list:
     """Of one choice, in the order of Refs."""
     blocks, scale = plan.blocks, scale_GTN if plan.group else None
-    scratch = stream_gpu.rings(blocks, plan.fmt, rows, scale, plan.group)
+    scratch = stream_gpu.rings(plan, rows, scale)
     if plan.looks_up:
         scratch += [plgpu.SMEM(decode_ptx.TABLE, jnp.int32), plgpu.Barrier()]
     if not plan.native:
         each = plan.division.groups * blocks.wide, 64, plan.inner
         return [*scratch, plgpu.SMEM(each, jnp.bfloat16)]
-    scratch.append(plgpu.SMEM((rows, turn_gpu.PITCH), jnp.float32))
-    if blocks.deep > 1:
-        lines = blocks.exchanged(rows) // 128
-        scratch.append(plgpu.SMEM((lines, 128), jnp.int8, transforms=SWIZZLED))
-    return scratch
+    lines = blocks.exchanged(rows) // 128
+    return [*scratch, plgpu.SMEM((lines, 128), jnp.int8, transforms=SWIZZLED)]

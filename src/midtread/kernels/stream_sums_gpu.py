@@ -1,13 +1,18 @@
 """What the warpgroups of stream_gpu do with the blocks of a weight: fetch, decode, add up.
 
     fetch    block i of a ring -> a buffer of it, by the copy engine
-    sums     [64 columns, rows] of each accumulator, over the blocks of a ring; where each
-             group of rows has a scale, of scaled sums of groups
+    sums     [64 columns, rows] of each accumulator, over the blocks of a ring: by wgmma, or
+             where a warpgroup has a ring to itself by mma.sync (mma_gpu.py)
 
 A ring is `stages` buffers, each with two barriers: `full`, when all of its parts have come,
 and `empty`, when all warpgroups of the ring have left it. Each of them fills the buffers of
-its own number. Who takes which column (lanes_gpu.py) is told again by `order`, for where the
-kernel is interpreted.
+its own number. A warpgroup that is alone with its ring needs no `empty`.
+
+Scales of groups are applied to decoded values, in bfloat16, which gives the numbers of
+decoding first; with mma.sync to the sums of groups, in float32.
+
+Who takes which column (lanes_gpu.py) is told again by `order`, for where the kernel is
+interpreted.
 """
 
 import dataclasses
@@ -19,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx, lanes_gpu, turn_gpu
+from midtread.kernels import decode_ptx, lanes_gpu, mma_gpu
 from midtread.kernels.lanes_gpu import ACCUMULATORS, COLUMNS
 from midtread.kernels.pallas_compat import pl, plgpu, transposed
 from midtread.numerics.formats import Format, dtype_bits
@@ -30,16 +35,12 @@ class Blocks:
     k: int = 64  # rows of the weight in one buffer
     stages: int = 4  # buffers of a ring, 2 or more
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
-    deep: int = 1  # rings, each with its own warpgroups: 1 or `wide`
+    deep: int = 1  # rings, each with its own warpgroups
     split: int = 1  # programs that share a sum
-    cluster: int = 1  # of them that add up among themselves
+    cluster: int = 1  # of them that add up among themselves, 2 at most
 
     def division(self, bits: int) -> lanes_gpu.Division:
         return lanes_gpu.Division(bits, self.wide, self.deep)
-
-    def piece(self, group: int | None) -> int:
-        """Rows that are decoded at a time: what registers bear, half a block at most."""
-        return min(64 if self.wide < 4 else 32, group or self.k // 2, self.k)
 
     def num_bytes(self, fmt: Format, rows: int, group: int | None) -> int:
         """Of shared memory."""
@@ -48,11 +49,20 @@ class Blocks:
         size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
         size += COLUMNS * 4 * num_scales
         beside = 0 if fmt.table is None else decode_ptx.TABLE_BYTES
-        return size * self.stages * self.deep + beside + padded * turn_gpu.PITCH * 4
+        return size * self.stages * self.deep + beside
 
     def exchanged(self, rows: int) -> int:
-        """Bytes in which sets of warpgroups add up what they have."""
-        return 0 if self.deep == 1 else self.deep * COLUMNS * rows * 4
+        """Bytes in which sums change hands; afterwards, they may be those of the rings."""
+        return self.deep * COLUMNS * -(-rows // 8) * 8 * 4
+
+    def received(self, rows: int) -> int:
+        """Bytes for the sums that come from the other program of a pair."""
+        return COLUMNS * -(-rows // 8) * 4 * 4
+
+    def is_ample(self, fmt: Format, rows: int) -> bool:
+        """Whether sums may change hands in the rings."""
+        width = COLUMNS * dtype_bits(fmt.dtype) // 8
+        return self.stages * self.deep * self.k * width >= self.exchanged(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +82,30 @@ class Plan:
         return self.blocks.division(dtype_bits(self.fmt.dtype))
 
     @property
+    def by_warps(self) -> bool:
+        return self.native and self.division.across == 1
+
+    @property
     def inner(self) -> int:
-        return self.blocks.piece(self.group)
+        """Rows that are decoded at a time: what registers bear, half a block at most."""
+        if self.by_warps:
+            return 32
+        return min(64, self.blocks.k // 2)
+
+    @property
+    def is_paired(self) -> bool:
+        return self.native and self.blocks.cluster > 1
 
     @property
     def looks_up(self) -> bool:
         return self.fmt.table is not None and self.native
 
-    @property
-    def running(self) -> int:
-        """Multiplications under way while the next piece is decoded."""
-        return self.blocks.wide if self.blocks.wide < 4 else 0
-
 
 class Refs(NamedTuple):
     """In memory: x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N], out [.., m, N].
-    Then, in shared memory, rings and their barriers, the table, and what sums pass through:
-    `aside`, and where rings are in use to the end, `spare`."""
+    Then, in shared memory, rings and their barriers, the table, what comes from another
+    program and says so, where rings are in use to the end what sums pass through, and left
+    operands for the interpreter."""
 
     x: Any
     w: Any
@@ -103,15 +120,17 @@ class Refs(NamedTuple):
     empty: Any
     table_here: Any
     ready: Any
-    aside: Any
+    received: Any
+    signal: Any
     spare: Any
+    aside: Any
 
 
 def refs_of(plan: Plan, given) -> Refs:
-    group, looks_up = plan.group, plan.looks_up
+    group, looks_up, paired = plan.group, plan.looks_up, plan.is_paired
     held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
-    held += [True, True, looks_up, looks_up, True]
-    held += [plan.walks and plan.native and plan.division.deep > 1]
+    held += [True, not plan.by_warps, looks_up, looks_up, paired, paired]
+    held += [plan.walks and plan.native, not plan.native]
     rest = list(given)
     return Refs(*(rest.pop(0) if is_held else None for is_held in held))
 
@@ -188,12 +207,18 @@ def _refill(plan: Plan, refs: Refs, me: Place, i):
 
 
 def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
-    """A piece of a block as left operands, one for each accumulator."""
+    """A piece of a block as left operands, one for each accumulator, scaled by groups."""
     block, division = refs.w_ring.at[at, pl.ds(start, plan.inner)], plan.division
+    scale, group = None, min(plan.group or plan.inner, plan.inner)
+    if plan.group:
+        first = start // plan.group if plan.group < plan.blocks.k else 0
+        scale = refs.scale_ring.at[at, pl.ds(first, plan.inner // group)]
     if plan.native:
-        code = decode_ptx.code(plan.fmt)
-        return lanes_gpu.decoded(block, *code, division, refs.table_here)
+        code = decode_ptx.paired(plan.fmt)
+        return lanes_gpu.decoded(block, code, division, refs.table_here, scale)
     values = decode_ptx.values(block[...], plan.fmt)
+    if scale is not None:
+        values *= jnp.repeat(scale[...].astype(values.dtype), group, 0)
     mine = [me.within * division.wide + a for a in range(division.wide)]
     return [mine_of(values, division.bits, j) for j in mine]
 
@@ -208,15 +233,10 @@ def _multiply(plan: Plan, refs: Refs, me: Place, accs, at, start):
         plgpu.wgmma(acc, w, x)
 
 
-def _accumulators(plan: Plan, refs: Refs) -> list:
-    shape = 64, refs.x_ring.shape[1]
-    return [plgpu.ACC(shape, jnp.float32)] * plan.blocks.wide
-
-
 def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
-    if plan.group:
-        return _sums_of_groups(plan, refs, me)
+    if plan.by_warps:
+        return _sums_by_warps(plan, refs, me)
     stages = plan.blocks.stages
 
     def block(i, accs):
@@ -224,7 +244,8 @@ def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         plgpu.barrier_wait(refs.full.at[at])
         for start in range(0, plan.blocks.k, plan.inner):
             _multiply(plan, refs, me, accs, at, start)
-            plgpu.wgmma_wait(plan.running)  # nothing reads registers of the next piece
+            # nothing reads registers of the next piece
+            plgpu.wgmma_wait(plan.blocks.wide)
             if start == 0:  # all of the last block is done
 
                 @pl.when(i > 0)
@@ -238,50 +259,46 @@ def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         lax.fori_loop(*me.span, lambda i, _: block(i, accs), None)
         return [acc[...] for acc in accs]
 
-    return pl.run_scoped(over_all, *_accumulators(plan, refs))
+    one = plgpu.ACC((64, refs.x_ring.shape[1]), jnp.float32)
+    return pl.run_scoped(over_all, *[one] * plan.blocks.wide)
 
 
-def _sums_of_groups(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
-    """The same, where every group is scaled before it is added."""
-    stages, accumulators = plan.blocks.stages, _accumulators(plan, refs)
-    assert plan.group is not None
-    step = min(plan.blocks.k, plan.group)  # rows under one scale
-
-    def one_group(*accs, at, first):
-        for start in range(first, first + step, plan.inner):
-            _multiply(plan, refs, me, accs, at, start)
-            plgpu.wgmma_wait(plan.running)
-        return [acc[...] for acc in accs]
+def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
+    """By instructions that warps wait for. Each group is a sum of its own."""
+    stages, k, division = plan.blocks.stages, plan.blocks.k, plan.division
+    step = min(k, plan.group or k)  # rows under one scale
+    code = decode_ptx.paired(plan.fmt)
 
     def block(i, totals):
-        at = me.ring * stages + lax.rem(i, stages)
+        slot = lax.rem(i, stages)
+        at = me.ring * stages + slot
         plgpu.barrier_wait(refs.full.at[at])
-        for g in range(plan.blocks.k // step):
-            run = functools.partial(one_group, at=at, first=g * step)
-            sums = pl.run_scoped(run, *accumulators)
-            some = scales(refs.scale_ring.at[at, g], plan, me)
-            totals = [
-                total + one * lax.broadcast_in_dim(s, one.shape, [0])
-                for total, one, s in zip(totals, sums, some)
-            ]
-        plgpu.barrier_arrive(refs.empty.at[at])
-        pl.when(i > 0)(lambda: _refill(plan, refs, me, i - 1))
+        for first in range(0, k, step):
+            sums = None if plan.group else totals
+            for start in range(first, first + step, plan.inner):
+                piece = refs.w_ring.at[at, pl.ds(start, plan.inner)]
+                w = lanes_gpu.decoded(piece, code, division, refs.table_here)
+                sums = mma_gpu.multiplied(sums, w, refs.x_ring.at[at], start)
+            if plan.group:
+                scales = lanes_gpu.scales(
+                    refs.scale_ring.at[at, first // step], division
+                )
+                sums = [
+                    total + one * lax.broadcast_in_dim(s, one.shape, [0])
+                    for total, one, s in zip(totals, sums, scales)
+                ]
+            totals = sums
+
+        @pl.when(i + stages < me.count)
+        def _():
+            mma_gpu.meet()  # all have read it
+            fetch(plan, refs, me, i + stages, slot)
+
         return totals
 
-    zero = jnp.zeros(accumulators[0].shape, jnp.float32)
-    if plan.native:
-        zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+    zero = jnp.zeros((64, refs.x_ring.shape[1]), jnp.float32)
+    zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
     return lax.fori_loop(*me.span, block, [zero] * plan.blocks.wide)
-
-
-def scales(ref, plan: Plan, me: Place):
-    """A warpgroup's 64 scales for each of its accumulators, in float32."""
-    division = plan.division
-    if plan.native:
-        return lanes_gpu.scales(ref, division)
-    values = ref[...].astype(jnp.float32)[None]
-    mine = [me.within * division.wide + a for a in range(division.wide)]
-    return [mine_of(values, division.bits, j)[:, 0] for j in mine]
 
 
 # --- whose columns are whose ------------------------------------------------------------------
@@ -290,8 +307,15 @@ def scales(ref, plan: Plan, me: Place):
 def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Extents of a program's 256 columns, and the axes in the order (j, row of wgmma)."""
     if bits == 4:
-        return (4, 8, 4, 2), (2, 0, 3, 1)  # w g j h -> j w h g
-    return (2, 4, 8, 2, 2), (0, 3, 1, 4, 2)  # j1 w g j0 h -> j1 j0 w h g
+        return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
+    return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g
+
+
+def scales(ref, plan: Plan, me: Place) -> list:
+    """A warpgroup's 64 of 256 scales for each accumulator, in float32; interpreted."""
+    values, division = ref[...].astype(jnp.float32)[None], plan.division
+    mine = [me.within * division.wide + a for a in range(division.wide)]
+    return [mine_of(values, division.bits, j)[:, 0] for j in mine]
 
 
 def mine_of(values, bits: int, j):

@@ -1,11 +1,14 @@
-"""How the sums of stream_gpu become its result: they change hands twice, in shared memory.
+"""How the sums of stream_gpu become its result: through shared memory, and back as rows.
 
-    between sets of warpgroups     each takes one accumulator and adds up what all have of it
-    between programs of a cluster  each takes a share of the rows, adds up what all have of
-                                   it, scales it by columns, casts and writes it
+    in a program    every set of warpgroups puts its sums into the memory of the rings, as
+                    rows of 256 columns, which is how memory wants them; then each thread
+                    adds up what the sets have of its columns
+    in a pair       the first program takes even rows and the second odd ones: either sends
+                    the other its sums, and adds up, scales, casts and writes
 
-Accumulators are [columns, rows] and lie in threads as wgmma leaves them; in between they are
-turned into rows of 256 columns, which is how memory wants them.
+Sums are sent with a count of bytes that the receiver waits for (st.async), which needs no
+fence: barriers of a cluster with one took 0.7 us more on an H200, single words that travel
+by themselves 3 us at 64 rows.
 """
 
 import math
@@ -20,6 +23,7 @@ from midtread.kernels.lanes_gpu import (
     Division,
     address_of,
     asm,
+    flipped,
     modulo,
     plus,
     shifted,
@@ -27,10 +31,30 @@ from midtread.kernels.lanes_gpu import (
     two_of,
     value,
     word_type,
+    words_of,
 )
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
-PITCH = COLUMNS + 2  # words between rows in shared memory: lanes meet no bank
+SIGNAL = (2,)  # words of the barrier at which another program's sums are waited for
+
+_PREPARE = """{ .reg .pred p; setp.eq.u32 p, $1, 0;
+    @p mbarrier.init.shared::cta.b64 [$0], 1;
+    @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $2;
+    @p fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive.relaxed.aligned; }"""
+
+
+def prepare(received: Any, signal: Any) -> None:
+    """Tells the other program of a pair that its sums may come, once both are here."""
+
+    @plgpu.inline_mgpu(arg_types=[plgpu.RefType(), plgpu.RefType()])
+    def tell(ctx, received, signal):
+        del ctx
+        num_bytes = value(math.prod(received.type.shape) * 4)
+        asm([], _PREPARE, [_word(signal), mgpu.thread_idx(), num_bytes], "r,r,r")
+
+    run: Any = tell  # its first argument comes from Pallas
+    run(received, signal)
 
 
 class Slots(NamedTuple):
@@ -43,20 +67,20 @@ class Slots(NamedTuple):
 
 
 def finish(
-    out: Any, ring: Any, aside: Any, sums: list[jax.Array], scale: Any,
-    division: Division, programs: int, slots: Slots | None = None,
+    out: Any, ring: Any, sums: list[jax.Array], scale: Any, division: Division,
+    pair: tuple | None = None, slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Adds up what warpgroups and programs of a cluster have, and writes rows [1, m, 256].
+    """Adds up what warpgroups and both programs of a pair have, and writes rows [1, m, 256].
 
     Args:
         ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
-        aside: [rows, PITCH] float32 in shared memory.
         scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
-        programs: of a cluster.
+        pair: of two programs that share a sum: [rows / 2, 256] float32 in shared memory, for
+            those of the other, and the barrier that says they have come.
         slots: where there are several; and it may be called again.
     """
-    refs = [out, ring, aside] + ([] if scale is None else [scale])
-    (num_slots, m, _), padded = out.shape, aside.shape[0]
+    refs = [out, ring, *(pair or ()), *([] if scale is None else [scale])]
+    (num_slots, m, _), half = out.shape, sums[0].shape[1] // 2
     strides = math.prod(out.ref.shape[1:]), out.ref.shape[-1]
     size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
@@ -65,51 +89,66 @@ def finish(
     types += [plgpu.Layout.WGMMA] * len(sums)
     known = [] if slots is None else [slots.own, slots.first, *slots.counts]
     types += [plgpu.Layout.WG_SPLAT(())] * len(known)
-    total = padded * (COLUMNS // 2)  # pairs of neighbours
-    share = -(-total // programs)
 
     @plgpu.inline_mgpu(arg_types=types)
-    def run(ctx, out, ring, aside, *rest):
+    def run(ctx, out, ring, *rest):
         del ctx
         rest = list(rest)
-        scale = [rest.pop(0) for _ in refs[3:]]
-        owned = [(j, _words(rest.pop(0))) for j in division.mine()]
+        received, signal = (rest.pop(0), rest.pop(0)) if pair else (None, None)
+        factors = None if scale is None else rest.pop(0)
+        needed = division.deep * 2 * half * COLUMNS * 4
+        assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
+        asm([], "barrier.sync 0;", [], "")
+        for j in division.mine():
+            _put(ring, division, j, words_of(rest.pop(0)), half)
+        asm([], "barrier.sync 0;", [], "")
         own, first, *counts = [v.registers.flat[0] for v in rest] or [0, 0, m]
-        if division.deep > 1:
-            needed = division.deep * COLUMNS * padded * 4
-            assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
-            owned = [_exchange(ring, owned, division)]
-        for j, words in owned:
-            _put(aside, division.place(j)[0], words, padded)
-        (rank,) = asm([word_type()], "mov.u32 $0, %cluster_ctarank;", [], "=r")
-        start = times(rank, share)
-        found = []
-        for ahead in range(0, share, division.groups * 128):
-            e = plus(mgpu.thread_idx(), ahead)
-            pair = arith.minui(plus(start, e), value(total - 1))
-            row, column, offset = _element(pair, padded)
-            factors = None
-            if scale:  # asked for before the others are waited for
-                both = two_of(
-                    address_of(scale[0], times(column, scale_size)), scale_size
-                )
-                factors = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in both]
-            found.append((e, row, column, offset, factors))
-        _meet()
-        for e, row, column, offset, factors in found:
-            both = _gather(aside, offset, programs)
-            if factors:
-                both = [arith.mulf(v, f) for v, f in zip(both, factors)]
+        found = _totals(ring, division, half, received, signal)
+        for row, column, both in found:
+            if scale is not None:
+                start = address_of(factors, times(column, scale_size))
+                words = two_of(start, scale_size)
+                words = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words]
+                both = [arith.mulf(v, f) for v, f in zip(both, words)]
             place = plus(times(row, strides[1]), column)
             row = plus(row, times(first, -1))
             for s in range(num_slots):
                 address = address_of(out, times(plus(place, s * strides[0]), size))
-                within = (row, counts[s]), (e, share), (plus(start, e), total)
-                _write(address, _chosen(both, own, s), within, size)
-        if programs > 1 or known:
-            _meet()  # nobody leaves while others read its shared memory
+                _write(address, _chosen(both, own, s), row, counts[s], size)
 
     run(*refs, *sums, *known)
+
+
+def _totals(ring, division: Division, half: int, received, signal) -> list:
+    """(row, column, two neighbours) of what this thread writes, added up over all."""
+    pairs = []  # this thread's, or some of the last row again
+    for ahead in range(0, half, division.groups):
+        e = plus(mgpu.thread_idx(), ahead * 128)
+        row = arith.minui(shifted(e, 7), value(half - 1))
+        pairs.append((e, row, times(modulo(e, 128), 2)))
+    total = lambda odd, row, column: _total(ring, division, odd, row, column, half)
+    line = lambda row, odd: plus(times(row, 2), odd)
+    if received is None:
+        return [
+            (line(row, odd), column, total(odd, row, column))
+            for odd in (0, 1)
+            for _, row, column in pairs
+        ]
+    (rank,) = asm([word_type()], "mov.u32 $0, %cluster_ctarank;", [], "=r")
+    other = flipped(rank, 1)
+    asm([], "barrier.cluster.wait.acquire.aligned;", [], "")
+    for e, row, column in pairs:
+        place = llvm.ptrtoint(word_type(), address_of(received, _offset(row, column)))
+        given = [place, _word(signal), other, *total(other, row, column)]
+        asm([], _SEND, [*given, e, value(half * 128)], "r,r,r,f,f,r,r")
+    own = [total(rank, row, column) for _, row, column in pairs]
+    asm([], _WAIT, [_word(signal)], "r")
+    found = []
+    for (_, row, column), both in zip(pairs, own):
+        more = _pair(address_of(received, _offset(row, column)))
+        both = [arith.addf(*v) for v in zip(both, more)]
+        found.append((line(row, rank), column, both))
+    return found
 
 
 def _chosen(both, own, s: int):
@@ -121,95 +160,66 @@ def _chosen(both, own, s: int):
     return [arith.select(is_own, v, zero) for v in both]
 
 
-def _words(array):
-    """What a thread holds of [64, M]: [M / 8, columns, rows], 2 of both."""
-    return [
-        llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
-    ]
+def _word(ref):
+    """The address of a ref in shared memory."""
+    return llvm.ptrtoint(word_type(), address_of(ref, 0))
 
 
-def _meet():
-    """All threads of all programs of the cluster."""
-    asm([], "barrier.cluster.arrive.release.aligned;", [], "")
-    asm([], "barrier.cluster.wait.acquire.aligned;", [], "")
+def _offset(row, column):
+    return times(plus(times(row, COLUMNS), column), 4)
 
 
-def _exchange(ring, owned, division: Division):
-    """Each warpgroup gives the accumulators that are not its own away and adds up the one
-    that is: of `wide` that a set of warpgroups has in common, the one of its own number."""
-    assert division.deep == division.wide
-    f32, (wide, across) = ir.F32Type.get(), (division.wide, division.across)
-    thread = mgpu.thread_idx()
-    wg, lane = shifted(thread, 7), modulo(thread, 128)
-    mine, q = value(shifted(wg, across.bit_length() - 1)), modulo(wg, across)
-    count = len(owned[0][1])
-
-    def address(giver, a, i):  # four words of every thread side by side
-        block = plus(times(plus(times(giver, wide), a), across), q)
-        unit = plus(times(block, count // 4), i)
-        return address_of(ring, times(plus(times(unit, 128), lane), 16))
-
-    quad = ir.VectorType.get((4,), f32)
-    asm([], "barrier.sync 0;", [], "")
-    for a, (_, words) in enumerate(owned):
-        for i in range(count // 4):
-            packed = llvm.mlir_undef(quad)
-            for h in range(4):
-                packed = llvm.insertelement(packed, words[4 * i + h], value(h))
-            llvm.store(packed, address(mine, a, i))
-    asm([], "barrier.sync 0;", [], "")
-    total: list[Any] = [None] * count
-    for giver in range(division.deep):
-        for i in range(count // 4):
-            packed = llvm.load(quad, address(giver, mine, i))
-            for h in range(4):
-                word = llvm.extractelement(packed, value(h))
-                t = 4 * i + h
-                total[t] = word if giver == 0 else arith.addf(total[t], word)
-    return plus(times(q, wide), mine), total
+def _place(ring, division: Division, part, odd, row, column, half: int):
+    """Where a set's sums of row 2 `row` + `odd` lie. Columns trade places by row, so that
+    lanes meet no bank when they write."""
+    near, far = (2, 16) if division.bits == 4 else (8, 16)
+    spread = plus(times(modulo(row, 2), near), times(modulo(shifted(row, 1), 2), far))
+    row = plus(times(plus(times(part, 2), odd), half), row)
+    return address_of(ring, _offset(row, flipped(column, spread)))
 
 
-def _put(aside, column, words, padded: int):
-    """Writes an accumulator's words turned. A thread has rows 8 t + 2 c + odd of two columns
-    side by side; even rows lie before odd ones, so that lanes meet no bank."""
+def _put(ring, division: Division, j, words, half: int):
+    """Writes an accumulator's words. A thread has rows 8 t + 2 c + odd of two columns."""
     pair = ir.VectorType.get((2,), ir.F32Type.get())
-    c = modulo(mgpu.thread_idx(), 4)
-    for t in range(padded // 8):
+    thread = mgpu.thread_idx()
+    across = division.across.bit_length() - 1
+    part = 0 if division.deep == 1 else shifted(thread, 7 + across)
+    column = division.place(j)[0]
+    for t in range(half // 4):
         for odd in (0, 1):
             packed = llvm.mlir_undef(pair)
             for h in (0, 1):
                 word = words[4 * t + 2 * h + odd]
                 packed = llvm.insertelement(packed, word, value(h))
-            row = plus(c, odd * padded // 2 + 4 * t)
-            offset = plus(times(row, PITCH), column)
-            llvm.store(packed, address_of(aside, times(offset, 4)))
+            row = plus(modulo(thread, 4), 4 * t)
+            llvm.store(packed, _place(ring, division, part, odd, row, column, half))
 
 
-def _element(pair, padded: int):
-    """(row, column, byte in `aside`) of a pair of neighbours in the result."""
-    each, half = COLUMNS // 2, padded // 2
-    place = shifted(pair, each.bit_length() - 1)
-    column = times(modulo(pair, each), 2)
-    odd = arith.extui(
-        word_type(), arith.cmpi(arith.CmpIPredicate.uge, place, value(half))
-    )
-    row = plus(times(plus(place, times(odd, -half)), 2), odd)
-    return row, column, times(plus(times(place, PITCH), column), 4)
+def _pair(address):
+    packed = llvm.load(ir.VectorType.get((2,), ir.F32Type.get()), address)
+    return [llvm.extractelement(packed, value(h)) for h in (0, 1)]
 
 
-_FETCH = """{ .reg .b32 a; mapa.shared::cluster.u32 a, $2, $3;
-    ld.shared::cluster.v2.f32 {$0, $1}, [a]; }"""
-
-
-def _gather(aside, offset, programs: int):
-    """Two neighbours, added up over the programs of a cluster."""
-    f32 = ir.F32Type.get()
-    local = llvm.ptrtoint(word_type(), address_of(aside, offset))
-    total = None
-    for rank in range(programs):
-        found = asm([f32, f32], _FETCH, [local, value(rank)], "=f,=f,r,r")
-        total = found if total is None else [arith.addf(*v) for v in zip(total, found)]
+def _total(ring, division: Division, odd, row, column, half: int):
+    """Two neighbours, added up over the sets of warpgroups."""
+    parts = [
+        _pair(_place(ring, division, part, odd, row, column, half))
+        for part in range(division.deep)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = [arith.addf(*v) for v in zip(total, part)]
     return total
+
+
+_SEND = """{ .reg .b32 a, b; .reg .pred p; setp.lt.u32 p, $5, $6;
+    mapa.shared::cluster.u32 a, $0, $2;
+    mapa.shared::cluster.u32 b, $1, $2;
+    @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [a], {$3, $4}, [b]; }"""
+
+_WAIT = """{ .reg .pred p;
+    again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], 0;
+    @!p bra again; }"""
 
 
 _STORE = {
@@ -218,10 +228,7 @@ _STORE = {
 }
 
 
-def _write(address, both, limits, size: int):
-    """Two neighbours in float32 or bfloat16, if every number, unsigned, is below its limit."""
-    code = f"""{{ .reg .pred p; setp.lt.u32 p, $3, $4;
-        setp.lt.and.u32 p, $5, $6, p; setp.lt.and.u32 p, $7, $8, p;
-        {_STORE[size]} }}"""
-    given = [address, *both, *(value(v) for pair in limits for v in pair)]
-    asm([], code, given, "l,f,f" + ",r" * 6)
+def _write(address, both, row, limit, size: int):
+    """Two neighbours in float32 or bfloat16, if the row, unsigned, is below its limit."""
+    code = f"{{ .reg .pred p; setp.lt.u32 p, $3, $4; {_STORE[size]} }}"
+    asm([], code, [address, *both, row, value(limit)], "l,f,f,r,r")

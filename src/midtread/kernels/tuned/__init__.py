@@ -5,8 +5,9 @@
     scaled     8-bit matmuls of many rows
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
-    stream     the same on Hopper: the first entry with these bits and at least so many rows,
-               and the most programs that a cluster may have
+    stream     the same on Hopper: the first entry with these bits and at least so many rows
+               that divides the weight, perhaps of one format alone, and the most programs
+               that a cluster may have
     groups     the same for each expert: entries with these bits and at least so many rows, and
                what a block of them costs
     mixed      many rows against a stored weight on Hopper: from how many on, by the bits of
@@ -91,11 +92,18 @@ def stream_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
 ) -> StreamBlocks | None:
     """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
-    (num_k, num_n), bits = shape, dtype_bits(fmt.dtype)
-    best = table(device_kind())["stream"]
-    found = next(e for e in best["blocks"] if e["bits"] == bits and rows <= e["rows"])
-    blocks = _stream_fit(StreamBlocks(**found["blocks"]), fmt, rows, shape, group)
-    if blocks is None:
+    (num_k, num_n), best = shape, table(device_kind())["stream"]
+    for entry in best["blocks"]:
+        blocks = StreamBlocks(**entry["blocks"])
+        if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
+            continue
+        if entry.get("format", fmt.name) != fmt.name:
+            continue
+        spare = blocks.received(rows)
+        blocks = _stream_fit(blocks, fmt, rows, shape, group, spare)
+        if blocks is not None and blocks.is_ample(fmt, rows):
+            break
+    else:
         return None
     # as many programs as multiprocessors, and blocks of the sum shared evenly among them
     chunks = num_k // blocks.k
