@@ -135,8 +135,6 @@ LOWERED = [
     ("e5m2", None, 65),
     ("int4", 128, 8192),
     ("nf4", 64, 300),
-    ("int4", 128, 17),  # a program's block of 32
-    ("int8", None, 64),
 ]
 
 
@@ -148,23 +146,6 @@ def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
         text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
     assert "tensor<1152x768xbf16>" not in text  # nothing is decoded beside it
-
-
-def test_some_dozens_of_rows_have_two_kernels(hopper, monkeypatch):
-    """From some dozens on the kernel for many is asked first; what it does not take, those
-    for few do."""
-    taken = []
-    plain = lambda x, w, *_: taken.append(x.shape[0]) or jnp.zeros((len(x), w.shape[1]))
-    monkeypatch.setattr(many_rows_gpu, "weight", plain)
-    shapes = {name: weight(name, None) for name in ("int8", "int4")}
-    for name, rows in [("int8", 24), ("int8", 25), ("int4", 16), ("int4", 17)]:
-        jax.eval_shape(mt.dot, random(2, rows, 256), shapes[name])
-    assert taken == [25, 17]
-    w = weight("int4", 64)
-    w = w.replace(scale=w.scale.astype(jnp.float32))  # not for the kernel of many
-    with wanted.implementation("gpu"):
-        assert jax.eval_shape(mt.dot, random(2, 40, 256), w).shape == (40, 256)
-    assert taken == [25, 17]
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])

@@ -8,7 +8,7 @@ as a matrix over groups of the sum. Then it depends on the platform and on the r
 
     a CPU                cpu.py
     up to MAX_ROWS       few_rows_gpu.py, on NVIDIA GPUs
-    more                 many_rows_gpu.py, on Hopper; and some dozens, where it takes them
+    more                 many_rows_gpu.py, on Hopper
 """
 
 import math
@@ -129,15 +129,13 @@ def _many_rows(x_MK, w: QArray, matrix, inner, last, dtype) -> jax.Array | None:
     scale = last.reshape(1, -1) if inner is None else inner
     if wanted.is_interpreted() or wanted.why_no_gpu(hopper=False) is not None:
         return None
-    if not wanted.is_static(x_MK) or not _for_many().is_many(fmt, x_MK.shape[0]):
+    if not wanted.is_static(x_MK) or is_few(x_MK.shape[0]):
         return None
     reason = wanted.why_no_gpu(hopper=True) or wanted.why_not_here(x_MK, w.qvalue)
     if reason is None:
         dtypes = x_MK.dtype, dtype
         how = (fmt, shape, summed, x_MK.shape[0], scale, dtypes)
         reason = _for_many().why_not(*how)
-    if reason is not None and is_few(x_MK.shape[0]):
-        return None  # there is another kernel to ask
     if not wanted.taken(reason, f"these rows by a weight of {fmt.name}"):
         return None
     codes = w.qvalue.reshape(shape)

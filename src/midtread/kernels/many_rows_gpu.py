@@ -18,17 +18,12 @@ import numpy as np
 from jax import lax
 
 from midtread.kernels import decode_ptx, tuned
-from midtread.kernels.few_rows_gpu import MAX_ROWS, WEIGHTS
+from midtread.kernels.few_rows_gpu import WEIGHTS
 from midtread.kernels.functions import as_function
 from midtread.kernels.mixed_gpu import mixed_matmul
 from midtread.numerics import views
 from midtread.numerics.formats import as_format
 from midtread.numerics.rounding import decode
-
-
-def is_many(fmt, rows: int) -> bool:
-    """Whether this kernel is the faster one for so many rows; few_rows_gpu has others."""
-    return rows > MAX_ROWS or fmt.name in WEIGHTS and rows >= tuned.mixed_least(fmt)
 
 
 def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:

@@ -10,9 +10,9 @@
                that a cluster may have
     groups     the same for each expert: entries with these bits and at least so many rows, and
                what a block of them costs
-    mixed      many rows against a stored weight on Hopper: from how many on, by the bits of
-               the weight, and by those of rows what a block costs, from which its rows and
-               the number of programs that share a sum follow
+    mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
+               block costs, from which its rows and the number of programs that share a sum
+               follow
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -147,11 +147,6 @@ def _stream_fit(
     while blocks.num_bytes(fmt, rows, group) > most and blocks.stages > 2:
         blocks = dataclasses.replace(blocks, stages=blocks.stages - 1)
     return blocks if blocks.num_bytes(fmt, rows, group) <= most else None
-
-
-def mixed_least(fmt: Format) -> int:
-    """How many rows Hopper's kernel for many is faster for than those for few."""
-    return table(device_kind())["mixed"]["least"][str(dtype_bits(fmt.dtype))]
 
 
 def mixed_blocks(
