@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from midtread.kernels.lanes_gpu import (
     address_of,
     array,
-    asm,
     flipped,
+    matrices,
     modulo,
     moved,
     plus,
+    pure,
     shifted,
     times,
     twice,
@@ -125,11 +126,11 @@ def turned(ref: Any, dtype) -> jax.Array:
     )
     def turn(ctx, ref):
         del ctx
-        i32 = word_type()
         four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
         lane = modulo(mgpu.thread_idx(), 32)
-        # Of 16 rows a word holds two, for two columns; a lane wants four, so two words. Which
-        # two come first differs between lanes, so that no two rows meet in a bank.
+        # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and wants four of 16
+        # rows, so two words. Which two come first differs between lanes, so that no two rows
+        # meet in a bank.
         part, place = shifted(lane, 3), modulo(lane, 8)
         pair = shifted(place, 1)
         half = flipped(modulo(part, 2), shifted(pair, 1))
@@ -143,13 +144,11 @@ def turned(ref: Any, dtype) -> jax.Array:
         is_swapped = shifted(modulo(lane, 4), 1)
         registers = []
         for at in range(0, rows, 32):
-            words = _four(moved(start, at * width))
+            words = matrices(start, at * width, ".trans")
             for two in (words[:2], words[2:]):
                 for first in (0x6420, 0x7531):
-                    select = flipped(times(is_swapped, 0x4444), first)
-                    code = "prmt.b32 $0, $1, $2, $3;"
-                    given = [*two, select]
-                    word = llvm.inline_asm(i32, given, code, "=r,r,r,r", asm_dialect=0)
+                    given = [*two, flipped(times(is_swapped, 0x4444), first)]
+                    (word,) = pure("prmt.b32 $0, $1, $2, $3;", [word_type()], given)
                     registers.append(mgpu.utils.bitcast(word, four))
         return array(registers, (64, rows), mgpu.WGMMA_LAYOUT_8BIT, is_signed)
 
@@ -163,15 +162,8 @@ def _line(ref, row):
     unit = modulo(shifted(thread, 5), 8)  # 4 warps in each of 2 warpgroups
     within = modulo(row, 8)
     place = plus(times(shifted(row, 3), 1024), times(within, 128))
-    return address_of(ref, plus(place, times(flipped(unit, within), 16)))
-
-
-def _four(address) -> list:
-    """Four registers of 8 rows each, 16 bytes a row, whose addresses lanes 0-7, 8-15 ... give:
-    lane (g, c) gets bytes 2g and 2g + 1 of rows 2c and 2c + 1."""
-    code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    given = [llvm.ptrtoint(word_type(), address)]
-    return asm([word_type()] * 4, code, given, "=r,=r,=r,=r,r")
+    place = plus(place, times(flipped(unit, within), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, place))
 
 
 def _words(ref, column) -> list:
