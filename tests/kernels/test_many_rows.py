@@ -161,6 +161,22 @@ def test_a_stored_weight_is_not_turned_beside_its_matmul(name, hopper):
     assert "tensor<256x512x" not in run
 
 
+def test_what_was_written_for_a_matmul_is_not_turned(hopper, monkeypatch):
+    """A stored weight goes by its columns; one that training quantizes lies as it should."""
+    seen = []
+    monkeypatch.setattr(
+        many_rows_gpu, "codes", lambda *given: seen.append(given[1].shape)
+    )
+    x, w = random(1, 128, 512), random(2, 512, 256)
+    stored = weight("int8", None, w.shape)
+    ops = mt.learn(mt.recipe("qwix_int8"))
+    step = lambda x, w: jax.vjp(ops.dot, x, w)[1](jnp.ones((128, 256), x.dtype))
+    jax.eval_shape(step, x, w)
+    assert seen == []
+    jax.eval_shape(ops.dot, x, stored)
+    assert seen == [(512, 256)]
+
+
 def test_asked_for_in_vain(hopper):
     w = mt.quantize(random(1, 256, 192), "int8", channelwise_axes=[1])
     with (

@@ -72,7 +72,7 @@ def why_not_stream(fmt, shape, rows: int, counts, dtype) -> str | None:
 def weight(
     x_MK, codes_KN, inner, last, fmt, summed: int, dtype, interpret: bool, hopper=False
 ) -> jax.Array:
-    """[M, N] in `dtype`, scaled in float32 and cast once.
+    """[M, N] in `dtype`, scaled: by columns in float32, by groups as the kernel does it.
 
     Args:
         inner: the scale within the sum, [groups, N or 1].

@@ -64,9 +64,8 @@ def mixed_matmul(
         rows_M: scales of the rows in float32, where these are codes.
     """
     (m, k), n = x_MK.shape, scale_GN.shape[1]
-    x_MK = jnp.pad(
-        x_MK, ((0, -m % 8), (0, 0))
-    )  # the copy engine moves 8 rows at a time
+    # the copy engine moves 8 rows at a time
+    x_MK = jnp.pad(x_MK, ((0, -m % 8), (0, 0)))
     if interpret:  # the interpreter has no clusters
         blocks = dataclasses.replace(blocks, pair=False)
     across, step = COLUMNS * (2 if blocks.pair else 1), mixed_sums_gpu.step(x_MK.dtype)

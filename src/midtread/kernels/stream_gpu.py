@@ -89,10 +89,11 @@ def stream_matmul(
     dtype=jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N]: x times the codes' values, scaled in float32 and cast once.
+    """[M, N]: x times the codes' values, scaled and cast.
 
     Args:
-        scale_GN: of groups of rows, in float32 or bfloat16.
+        scale_GN: of groups of rows, in float32 or bfloat16; applied in either, see
+            stream_sums_gpu.py.
         last_N: of columns, likewise.
         dtype: of the result, float32 or bfloat16.
     """

@@ -9,7 +9,8 @@ and `empty`, when all warpgroups of the ring have left it. Each of them fills th
 its own number. A warpgroup that is alone with its ring needs no `empty`.
 
 Scales of groups are applied to decoded values, in bfloat16, which gives the numbers of
-decoding first; with mma.sync to the sums of groups, in float32.
+decoding first (float32 ones are rounded to it); with mma.sync to the sums of groups, in
+float32.
 
 Who takes which column (lanes_gpu.py) is told again by `order`, for where the kernel is
 interpreted.

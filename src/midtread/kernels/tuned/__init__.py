@@ -12,7 +12,7 @@
                what a block of them costs
     mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
                block costs, from which its rows and the number of programs that share a sum
-               follow
+               follow; for codes half of what bfloat16 was found to cost, not fitted
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
