@@ -163,6 +163,17 @@ def test_few_rows(name, tile, dtype, k, columns):
         assert error(by_kernel(mt.dot, x, w), dot(x, w)) < 5e-3
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
+def test_few_rows_by_scales_in_float32(name):
+    """They are not rounded: what is left is the rounding of products and of the result."""
+    w = random(1, 2048, 768, dtype=jnp.float32)
+    w = quantize(w, name, channelwise_axes=[1], tiled_axes={0: 128})
+    assert w.scale.dtype == jnp.float32
+    for rows in (1, 16, 17, 64):
+        x = random(rows, rows, 2048)
+        assert error(by_kernel(mt.dot, x, w), dot(x, w)) < 2.6e-3
+
+
 @pytest.mark.parametrize(("name", "tile"), FORMATS)
 def test_many_rows(name, tile):
     """Hopper: blocks that are not full, sums that programs share, and again the same bits."""

@@ -156,7 +156,7 @@ def decoded(
         code: PTX that makes two registers of a word, or of the words of two rows with a
             table (decode_ptx.py).
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-        scale: [groups of these rows, 256], float32 or bfloat16; applied in bfloat16.
+        scale: [groups of these rows, 256], float32 or bfloat16; a product is rounded once.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -177,15 +177,13 @@ def decoded(
             if a % division.shared == 0 or division.wide == 1:
                 words = _turned(ref, byte, rows, width)
             given = _given(words, half, table_here)
-            factors = [
-                twice(_rounded(start, size)) for start in _starts(beside, column, size)
-            ]
+            factors = [_factors(at, size) for at in _starts(beside, column, size)]
             registers = []
             for tile, these in enumerate(given):
                 for h, made in enumerate(pure(code, [word_type()] * 2, these)):
                     made = mgpu.utils.bitcast(made, pair)
                     if factors:
-                        made = arith.mulf(made, factors[tile // tiles][h])
+                        made = _product(made, factors[tile // tiles][h])
                     registers.append(made)
             out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
         return out
@@ -254,12 +252,21 @@ def twice(word) -> list:
     return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
 
 
-def _rounded(start, size: int):
-    """Two neighbours in bfloat16 (`size` 2) or float32, as bfloat16 in one register."""
+def _factors(start, size: int) -> list:
+    """The scales of a thread's two columns, each as `_product` takes it."""
     if size == 2:
-        return llvm.load(word_type(), start)
-    words = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in two_of(start, size)]
-    return pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], words)[0]
+        return twice(llvm.load(word_type(), start))
+    return [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in two_of(start, size)]
+
+
+def _product(pair, factor):
+    """Two values in bfloat16 by a scale, a pair of itself in bfloat16 or one float32."""
+    if factor.type == pair.type:
+        return arith.mulf(pair, factor)
+    wide = [arith.extf(factor.type, llvm.extractelement(pair, value(i))) for i in (0, 1)]
+    made = [arith.mulf(v, factor) for v in wide]
+    (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], made)
+    return mgpu.utils.bitcast(both, pair.type)
 
 
 def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):

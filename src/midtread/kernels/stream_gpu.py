@@ -92,8 +92,7 @@ def stream_matmul(
     """[M, N]: x times the codes' values, scaled and cast.
 
     Args:
-        scale_GN: of groups of rows, in float32 or bfloat16; applied in either, see
-            stream_sums_gpu.py.
+        scale_GN: of groups of rows, in float32 or bfloat16.
         last_N: of columns, likewise.
         dtype: of the result, float32 or bfloat16.
     """

@@ -8,9 +8,8 @@ A ring is `stages` buffers, each with two barriers: `full`, when all of its part
 and `empty`, when all warpgroups of the ring have left it. Each of them fills the buffers of
 its own number. A warpgroup that is alone with its ring needs no `empty`.
 
-Scales of groups are applied to decoded values, in bfloat16, which gives the numbers of
-decoding first (float32 ones are rounded to it); with mma.sync to the sums of groups, in
-float32.
+Scales of groups are applied to decoded values, and the products rounded to bfloat16, which
+gives the numbers of decoding first; with mma.sync to the sums of groups, in float32.
 
 Who takes which column (lanes_gpu.py) is told again by `order`, for where the kernel is
 interpreted.
@@ -219,7 +218,8 @@ def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
         return lanes_gpu.decoded(block, code, division, refs.table_here, scale)
     values = decode_ptx.values(block[...], plan.fmt)
     if scale is not None:
-        values *= jnp.repeat(scale[...].astype(values.dtype), group, 0)
+        scales = jnp.repeat(scale[...], group, 0)
+        values = (values * scales).astype(values.dtype)
     mine = [me.within * division.wide + a for a in range(division.wide)]
     return [mine_of(values, division.bits, j) for j in mine]
 
