@@ -4,6 +4,11 @@ import jax
 import pytest
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore:The Pallas Triton backend"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
     """The GPU, as the default device of every test here; without one they are skipped."""

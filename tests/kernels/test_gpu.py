@@ -154,6 +154,18 @@ def test_few_rows_of_codes(act, name, tile):
     assert error(interpreted(mt.dot, x, w), exact) < 5e-3
 
 
+@pytest.mark.parametrize(("act", "tile"), [("int8", None), ("int8", 128), ("int16", None)])
+def test_few_rows_in_float32_are_not_rounded(act, tile):
+    """bfloat16 holds codes of 8 bits, but neither their values nor those of 16."""
+    tiles = lambda axis: {axis: tile} if tile else {}
+    x, w = (random(i, *shape, dtype=jnp.float32) for i, shape in enumerate([(3, 256), (256, 64)]))  # fmt: skip
+    x = mt.quantize(x, act, channelwise_axes=[0], tiled_axes=tiles(1))
+    w = mt.quantize(w, "int8", channelwise_axes=[1], tiled_axes=tiles(0))
+    exact = wide(mt.dequantize(x)) @ wide(mt.dequantize(w))
+    with wanted.implementation("interpret"):
+        assert error(mt.dot(x, w), exact) < 1e-6
+
+
 def test_few_rows_under_grad_and_vmap():
     w = mt.quantize(
         random(1, 256, 64), "int4", channelwise_axes=[1], tiled_axes={0: 128}

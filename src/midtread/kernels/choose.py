@@ -98,7 +98,7 @@ def grouped(
     labels: tuple[Labels, Labels, Labels], groups: tuple, lhs, rhs, tiles, dtype
 ) -> jax.Array | None:
     """`scaled` for rows in groups: (the label of rows, that of groups, their sizes)."""
-    out = _few_grouped(labels, groups, lhs, rhs)
+    out = _few_grouped(labels, groups, lhs, rhs, dtype)
     if out is not None:
         return out
     reason = why_not_grouped(labels, groups, lhs, rhs, tiles)
@@ -109,14 +109,17 @@ def grouped(
     return kernels.grouped(labels, of, lhs, rhs, dtype, wanted.is_interpreted())
 
 
-def _few_grouped(labels, groups: tuple, lhs, rhs) -> jax.Array | None:
+def _few_grouped(labels, groups: tuple, lhs, rhs, dtype) -> jax.Array | None:
     """`choose_weights.few_rows` for rows in groups."""
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return None
-    x, (rows, _, _) = lhs.qvalue, groups
+    x, (rows, group, _) = lhs.qvalue, groups
     if lhs.zero_point is not None or formats.dtype_bits(x.dtype) > 8:
         return None
     if any(n != 1 and label != rows for label, n in zip(labels[0], lhs.scale.shape)):
+        return None
+    is_inner = choose_weights.has_inner_scales(labels, lhs, rhs, group)
+    if is_inner and formats.dtype_bits(dtype) > 16:
         return None
     few = x.astype(jnp.bfloat16)
     if not choose_weights.is_plain_weight(few, rhs):
@@ -153,9 +156,7 @@ def why_not_grouped_weight(labels, groups: tuple, x, w: QArray) -> str | None:
 
 
 def _streams_groups() -> bool:
-    """On Hopper, when asked for: its values were right on an H200, but its decoding and its
-    way of writing have changed since, and no GPU has run it with these."""
-    return wanted.name() == "gpu" and wanted.why_no_gpu(hopper=True) is None
+    return not wanted.is_interpreted() and wanted.why_no_gpu(hopper=True) is None
 
 
 def attend(

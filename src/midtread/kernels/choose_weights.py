@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.kernels import cpu, wanted, xla
-from midtread.numerics import views
+from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, dequantize
 
@@ -146,7 +146,8 @@ def few_rows(
     labels: tuple[Labels, Labels, Labels], lhs, rhs, dtype=jnp.float32
 ) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
-    side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
+    side as if the few were in bfloat16, which holds every code of 8 bits exactly. A scale
+    within the sum makes it values, rounded to bfloat16: so for results of 16 bits alone."""
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
     if wanted.why_no_gpu(hopper=False) is not None or not wanted.is_static(*parts):
         return None
@@ -155,6 +156,10 @@ def few_rows(
     x, of = (lhs, rhs)[side], labels[side]
     w = (rhs, lhs)[side]
     if not is_few(sizes[side]) or not isinstance(w, QArray):
+        return None
+    if formats.dtype_bits((x.qvalue if isinstance(x, QArray) else x).dtype) > 8:
+        return None
+    if formats.dtype_bits(dtype) > 16 and has_inner_scales(labels, lhs, rhs):
         return None
     factor = None
     if not isinstance(x, QArray):
@@ -176,6 +181,14 @@ def few_rows(
     extent = dict(zip(of, factor.shape))
     laid = factor.transpose(order).reshape([extent.get(a, 1) for a in labels[2]])
     return views.broadcast_with(jnp.multiply, out, laid.astype(jnp.float32))
+
+
+def has_inner_scales(labels, lhs, rhs, group: str = "") -> bool:
+    """Whether a scale varies within the sum; `group` is the label of groups of rows."""
+    kept = {*labels[2], group}
+    sides = [(x, of) for x, of in zip((lhs, rhs), labels) if isinstance(x, QArray)]
+    axes = [axis for x, of in sides for axis in zip(of, x.scale.shape)]
+    return any(n != 1 and label not in kept for label, n in axes)
 
 
 def _values(x: QArray) -> jax.Array:

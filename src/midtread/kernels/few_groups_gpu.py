@@ -1,6 +1,6 @@
 """Few rows of each group against stored weights on NVIDIA GPUs: which kernel, or why not.
 
-    stream_groups_gpu    Hopper, from bfloat16 and in whole blocks; when asked for (choose.py)
+    stream_groups_gpu    Hopper, from bfloat16 and in whole blocks
     grouped_decode       else, by Triton
 
 few_rows_gpu.py does this for one weight. Weights are [g, k, n] as they lie in memory, with a
