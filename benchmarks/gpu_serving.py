@@ -11,7 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from gpu_timing import BANDWIDTH, BF16, EIGHT, FF, KEY, LAYERS, D, attempt, measure
+from gpu_timing import (
+    BANDWIDTH,
+    BF16,
+    EIGHT,
+    FF,
+    KEY,
+    LAYERS,
+    D,
+    attempt,
+    measure_steps,
+)
 
 import midtread as mt
 
@@ -54,10 +64,10 @@ SERVING = {
 def _serve(rows: tuple[int, ...], names, model: Stack) -> list[str]:
     layers = model.layers
     inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
-    calls = {m: 20 if m < 1024 else 5 for m in rows}
+    steps = {m: 20 if m < 1024 else 5 for m in rows}
     variables = jax.jit(model.init)(KEY, inputs[rows[0]])
     base = {
-        m: measure(model.apply, variables, x, calls=calls[m])[0]
+        m: measure_steps(model.apply, variables, x, steps[m])[0]
         for m, x in inputs.items()
     }
     lines = [
@@ -68,10 +78,9 @@ def _serve(rows: tuple[int, ...], names, model: Stack) -> list[str]:
     for name in names:
         served, params = _quantized(model, variables, inputs[rows[0]], SERVING[name][0])
         for m, x in inputs.items():
-            run = functools.partial(
-                measure, served.apply, {"params": params}, x, calls=calls[m]
-            )
-            lines.append(_served_line(name, m, attempt(run), base[m], model))
+            how = served.apply, {"params": params}, x, steps[m]
+            found = attempt(functools.partial(measure_steps, *how))
+            lines.append(_served_line(name, m, found, base[m], model))
             print(lines[-1], flush=True)
         del params
     return lines

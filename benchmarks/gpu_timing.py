@@ -3,6 +3,7 @@
 import time
 
 import jax
+from jax import lax
 
 D, FF, HEADS, KV_HEADS, TOKENS, LAYERS = 4096, 14336, 32, 8, 16384, 8
 BANDWIDTH, BF16, EIGHT = 4.8e12, 989e12, 1979e12  # of an H200, by its datasheet
@@ -23,6 +24,18 @@ def measure(fn, *args, calls=20):
         jax.block_until_ready(out)
         best = min(best, (time.perf_counter() - start) / calls)
     return best, took, compiled
+
+
+def measure_steps(fn, variables, x, steps=20):
+    """`measure` of one of many steps in one program, each from the last one's result, as text
+    is made. Called one by one, steps of a few hundred us wait for the host, which hands the
+    buffers of every call to a graph."""
+
+    def run(variables, x):
+        return lax.fori_loop(0, steps, lambda _, x: fn(variables, x), x)
+
+    seconds, *rest = measure(run, variables, x, calls=3)
+    return seconds / steps, *rest
 
 
 def attempt(fn):

@@ -79,11 +79,12 @@ def test_weight_only(name, tile, rows):
     assert error(interpreted(mt.dot, x, w), exact) < 4e-3  # one rounding to bfloat16
 
 
-STREAMED = [  # format, tile, and blocks: refilled buffers, a split sum, several rings
+STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, several rings
     ("int8", None, stream_gpu.Blocks(64, 2)),
     ("nf4", 64, stream_gpu.Blocks(128, 2, split=2, cluster=2)),
     ("int4", 32, stream_gpu.Blocks(32, 2, wide=4, deep=4)),
     ("int8", None, stream_gpu.Blocks(32, 2, wide=2, deep=2, split=2)),
+    ("int8", None, stream_gpu.Blocks(32, 2, split=3, cluster=3)),
 ]
 
 
@@ -104,7 +105,7 @@ def test_streamed_weights(name, tile, blocks, monkeypatch):
 
 
 def test_streamed_blocks_fit():
-    """Buffers that fit, the sum in equal parts, a cluster that divides them."""
+    """Buffers that fit, a part of the sum for each program, clusters that run at once."""
     for name, tile in [("int8", None), ("int8", 256), ("int4", 128), ("nf4", 64)]:
         for rows, k, n in [(1, 4096, 14336), (16, 14336, 4096), (64, 128, 256)]:
             fmt, group = as_format(name), min(tile or k, k)
@@ -113,9 +114,11 @@ def test_streamed_blocks_fit():
             assert blocks.stages >= 2
             size = blocks.num_bytes(fmt, rows, group) + blocks.received(rows)
             assert size <= tuned.SHARED and blocks.is_ample(fmt, rows)
-            assert k % (blocks.k * blocks.split) == 0
+            assert k % blocks.k == 0 and blocks.split <= k // blocks.k
             assert blocks.split % blocks.cluster == 0
             assert blocks.split * n // stream_gpu.COLUMNS <= 132
+            is_clustered = name == "int8" and n == 4096
+            assert blocks.cluster == (6 if is_clustered else 1 if k == 128 else 2)
 
 
 def test_what_is_not_streamed():
@@ -154,7 +157,9 @@ def test_few_rows_of_codes(act, name, tile):
     assert error(interpreted(mt.dot, x, w), exact) < 5e-3
 
 
-@pytest.mark.parametrize(("act", "tile"), [("int8", None), ("int8", 128), ("int16", None)])
+@pytest.mark.parametrize(
+    ("act", "tile"), [("int8", None), ("int8", 128), ("int16", None)]
+)
 def test_few_rows_in_float32_are_not_rounded(act, tile):
     """bfloat16 holds codes of 8 bits, but neither their values nor those of 16."""
     tiles = lambda axis: {axis: tile} if tile else {}
@@ -569,12 +574,12 @@ def test_hopper_kernels_lower_for_cuda(out):
 def test_streamed_weights_lower_for_cuda(name, tile):
     fmt = as_format(name)
     bits = 4 if fmt.bits <= 4 else 8
-    codes = SHAPE((4096, 1024 * bits // 8), jnp.int8)
-    scale = SHAPE((4096 // tile, 1024), jnp.bfloat16) if tile else None
-    last = None if tile else SHAPE((1024,), jnp.float32)
+    codes = SHAPE((4096, 4096 * bits // 8), jnp.int8)
+    scale = SHAPE((4096 // tile, 4096), jnp.bfloat16) if tile else None
+    last = None if tile else SHAPE((4096,), jnp.float32)
     for rows, dtype in [(1, jnp.float32), (64, jnp.bfloat16)]:
         with pretend_gpu():
-            blocks = tuned.stream_blocks(fmt, rows, (4096, 1024), tile)
+            blocks = tuned.stream_blocks(fmt, rows, (4096, 4096), tile)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}
         run = functools.partial(stream_gpu.stream_matmul, **how)
         lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale, last)

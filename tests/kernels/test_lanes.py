@@ -35,21 +35,20 @@ def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
 @pytest.mark.parametrize(("bits", "wide", "deep"), DIVISIONS)
 def test_sums_change_hands(bits, wide, deep, stand, monkeypatch):
     """Each is put where it is looked for, and 16 lanes that write meet no bank."""
-    half, division = 8, lanes_gpu.Division(bits, wide, deep)
+    rows, division = 16, lanes_gpu.Division(bits, wide, deep)
     monkeypatch.setattr(turn_gpu, "address_of", lambda ref, offset: offset)
-    place: Any = functools.partial(turn_gpu._place, None, division, half=half)
+    place: Any = functools.partial(turn_gpu._place, None, division, rows=rows)
     every = [
-        place(part, odd, row, column)
+        place(part, row, column)
         for part in range(deep)
-        for odd in (0, 1)
-        for row in range(half)
+        for row in range(rows)
         for column in range(0, 256, 2)
     ]
-    assert sorted(every) == list(range(0, deep * 2 * half * 1024, 8))
+    assert sorted(every) == list(range(0, deep * rows * 1024, 8))
     for thread in range(0, division.groups * 128, 16):
         found = []
         for lane in range(16):
             stand(thread + lane)
             column = division.place(division.mine()[0])[0]
-            found.append(place(0, 0, lane % 4, column) // 4 % 32)
+            found.append(place(0, 2 * (lane % 4), column) // 4 % 32)
         assert sorted(found) == list(range(0, 32, 2))

@@ -263,7 +263,9 @@ def _product(pair, factor):
     """Two values in bfloat16 by a scale, a pair of itself in bfloat16 or one float32."""
     if factor.type == pair.type:
         return arith.mulf(pair, factor)
-    wide = [arith.extf(factor.type, llvm.extractelement(pair, value(i))) for i in (0, 1)]
+    wide = [
+        arith.extf(factor.type, llvm.extractelement(pair, value(i))) for i in (0, 1)
+    ]
     made = [arith.mulf(v, factor) for v in wide]
     (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], made)
     return mgpu.utils.bitcast(both, pair.type)

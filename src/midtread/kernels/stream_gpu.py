@@ -25,11 +25,11 @@ wgmma is asynchronous and reads its registers when it comes to it. So nothing ma
 into registers of a multiplication that was not waited for: a block is decoded in two pieces
 at least, and when one is begun only the piece before it may be under way.
 
-Programs that share a column go in clusters of two, which send each other their sums, scale,
-cast and write the result (turn_gpu.py). Larger ones do not all run at once on an H200, whose
-multiprocessors sit in groups of 16 or 18 less some: 16 clusters of 8 took twice the time.
-Where more than two share a column, pairs write float32 parts, which XLA adds up in whatever
-it does next.
+Programs that share a column go in a cluster, where there are clusters of that size for all
+columns at once: they send each other their sums, scale, cast and write the result
+(turn_gpu.py). An H200's multiprocessors sit in groups of 18 less some, and hold 66 clusters
+of 2, 30 of 4, 17 of 6 and 15 of 8: with one too many the time is doubled. Where more must
+share a column, pairs write float32 parts, which XLA adds up in whatever it does next.
 """
 
 import functools
@@ -54,25 +54,28 @@ def _body(*given, plan: Plan):
     refs, deep = stream_sums_gpu.refs_of(plan, given), plan.division.deep
     tile, share = lax.axis_index("tile"), lax.axis_index("share")
     part = share * plan.blocks.cluster + lax.axis_index("part")
+    begin, end = (
+        lax.div(p * plan.num_chunks, plan.blocks.split) for p in (part, part + 1)
+    )
 
     def find(ring, i):
-        k = (part * plan.num_chunks + i * deep + ring) * plan.blocks.k
+        k = (begin + i * deep + ring) * plan.blocks.k
         # row 0 of x, but Pallas must not know: it refuses to read beyond the last row,
         # which the copy engine fills up with zeros
         return stream_sums_gpu.Spot(k, tile, share * 0, k)
 
-    count = lambda ring: lax.div(plan.num_chunks - ring + deep - 1, deep)
+    count = lambda ring: lax.div(end - begin - ring + deep - 1, deep)
     me = stream_sums_gpu.place(plan, count, find)
     stream_sums_gpu.start(plan, refs, me)
-    pair = (refs.received, refs.signal) if plan.is_paired else None
-    if pair:
-        turn_gpu.prepare(*pair)
+    others = (refs.received, refs.signal) if plan.is_clustered else None
+    if others:
+        turn_gpu.prepare(refs.signal, plan.blocks.cluster, refs.out.shape[1])
     sums = stream_sums_gpu.sums(plan, refs, me)
     if plan.native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
         last = None if refs.last is None else refs.last.at[:, columns]
         out = refs.out.at[pl.ds(share, 1), :, columns]
-        turn_gpu.finish(out, refs.w_ring, sums, last, plan.division, pair)
+        turn_gpu.finish(out, refs.w_ring, sums, last, plan.division, others)
     else:
         for a, one in enumerate(sums):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
@@ -97,7 +100,7 @@ def stream_matmul(
         dtype: of the result, float32 or bfloat16.
     """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
-    assert k % (blocks.k * blocks.split) == 0, (k, blocks)
+    assert k % blocks.k == 0 and blocks.split <= k // blocks.k, (k, blocks)
     assert blocks.split % blocks.cluster == 0, blocks
     num_n = bytes_KB.shape[1] * 8 // bits
     shares, tiles = blocks.split // blocks.cluster, num_n // COLUMNS
@@ -105,7 +108,7 @@ def stream_matmul(
     padded = -(-m // 8) * 8
     if interpret or m > FILLED:
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
-    num_chunks, native = k // (blocks.k * blocks.split), not interpret
+    num_chunks, native = k // blocks.k, not interpret
     in_kernel = last_N is not None and shares == 1 and native
     plan = Plan(fmt, blocks, group, num_chunks, in_kernel, native)
     args = [x_MK, bytes_KB]
@@ -118,8 +121,9 @@ def stream_matmul(
         args.append(last_N.reshape(1, num_n))
     mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
     if native:
-        if plan.is_paired:
-            scratch.append(plgpu.SMEM((padded // 2, COLUMNS), jnp.float32))
+        if plan.is_clustered:
+            received = turn_gpu.received(blocks.cluster, m)
+            scratch.append(plgpu.SMEM(received, jnp.float32))
             scratch.append(plgpu.SMEM(turn_gpu.SIGNAL, jnp.int32))
         out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
         mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}

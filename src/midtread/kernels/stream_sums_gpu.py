@@ -37,7 +37,7 @@ class Blocks:
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
     deep: int = 1  # rings, each with its own warpgroups
     split: int = 1  # programs that share a sum
-    cluster: int = 1  # of them that add up among themselves, 2 at most
+    cluster: int = 1  # of them that add up among themselves, 8 at most
 
     def division(self, bits: int) -> lanes_gpu.Division:
         return lanes_gpu.Division(bits, self.wide, self.deep)
@@ -56,8 +56,8 @@ class Blocks:
         return self.deep * COLUMNS * -(-rows // 8) * 8 * 4
 
     def received(self, rows: int) -> int:
-        """Bytes for the sums that come from the other program of a pair."""
-        return COLUMNS * -(-rows // 8) * 4 * 4
+        """Bytes for the sums that come from the other programs of a cluster."""
+        return (self.cluster - 1) * -(-rows // self.cluster) * COLUMNS * 4
 
     def is_ample(self, fmt: Format, rows: int) -> bool:
         """Whether sums may change hands in the rings."""
@@ -72,7 +72,7 @@ class Plan:
     fmt: Format
     blocks: Blocks
     group: int | None  # rows of the weight under one scale; None: all
-    num_chunks: int  # blocks of one program's part of the sum
+    num_chunks: int  # blocks of the whole sum
     is_scaled: bool  # by columns, in the kernel
     native: bool
     walks: bool = False  # from sum to sum (stream_groups_gpu.py)
@@ -93,7 +93,7 @@ class Plan:
         return min(64, self.blocks.k // 2)
 
     @property
-    def is_paired(self) -> bool:
+    def is_clustered(self) -> bool:
         return self.native and self.blocks.cluster > 1
 
     @property
@@ -127,9 +127,9 @@ class Refs(NamedTuple):
 
 
 def refs_of(plan: Plan, given) -> Refs:
-    group, looks_up, paired = plan.group, plan.looks_up, plan.is_paired
+    group, looks_up, clustered = plan.group, plan.looks_up, plan.is_clustered
     held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
-    held += [True, not plan.by_warps, looks_up, looks_up, paired, paired]
+    held += [True, not plan.by_warps, looks_up, looks_up, clustered, clustered]
     held += [plan.walks and plan.native, not plan.native]
     rest = list(given)
     return Refs(*(rest.pop(0) if is_held else None for is_held in held))

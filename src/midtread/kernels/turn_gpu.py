@@ -3,15 +3,17 @@
     in a program    every set of warpgroups puts its sums into the memory of the rings, as
                     rows of 256 columns, which is how memory wants them; then each thread
                     adds up what the sets have of its columns
-    in a pair       the first program takes even rows and the second odd ones: either sends
-                    the other its sums, and adds up, scales, casts and writes
+    in a cluster    of c programs number i takes rows i, i + c ..: it is sent the others' sums
+                    of them, and adds up, scales, casts and writes
 
 Sums are sent with a count of bytes that the receiver waits for (st.async), and in the order
 of rows. Sent as they lie in registers, with a barrier of the cluster and its fence after
 them, they took 1 us more on an H200 at 16 rows and 3 at 64.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,17 +46,29 @@ _PREPARE = """{ .reg .pred p; setp.eq.u32 p, $1, 0;
     barrier.cluster.arrive.relaxed.aligned; }"""
 
 
-def prepare(received: Any, signal: Any) -> None:
-    """Tells the other program of a pair that its sums may come, once both are here."""
+def received(cluster: int, rows: int) -> tuple[int, int, int]:
+    """Of what comes from the other programs: [of each, rows, columns]."""
+    return cluster - 1, -(-rows // cluster), COLUMNS
 
-    @plgpu.inline_mgpu(arg_types=[plgpu.RefType(), plgpu.RefType()])
-    def tell(ctx, received, signal):
+
+def prepare(signal: Any, cluster: int, rows: int) -> None:
+    """Tells the other programs of a cluster that sums may come, once all are here."""
+
+    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()])
+    def tell(ctx, signal):
         del ctx
-        num_bytes = value(math.prod(received.type.shape) * 4)
+        mine = plus(rows + cluster - 1, times(_rank(), -1))  # and divided by `cluster`
+        mine = arith.divui(value(mine), value(cluster))
+        num_bytes = times(mine, (cluster - 1) * COLUMNS * 4)
         asm([], _PREPARE, [_word(signal), mgpu.thread_idx(), num_bytes], "r,r,r")
 
     run: Any = tell  # its first argument comes from Pallas
-    run(received, signal)
+    run(signal)
+
+
+def _rank():
+    """This program's number in its cluster."""
+    return asm([word_type()], "mov.u32 $0, %cluster_ctarank;", [], "=r")[0]
 
 
 class Slots(NamedTuple):
@@ -68,19 +82,19 @@ class Slots(NamedTuple):
 
 def finish(
     out: Any, ring: Any, sums: list[jax.Array], scale: Any, division: Division,
-    pair: tuple | None = None, slots: Slots | None = None,
+    others: tuple | None = None, slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Adds up what warpgroups and both programs of a pair have, and writes rows [1, m, 256].
+    """Adds up what warpgroups and the programs of a cluster have; writes rows [1, m, 256].
 
     Args:
         ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
         scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
-        pair: of two programs that share a sum: [rows / 2, 256] float32 in shared memory, for
-            those of the other, and the barrier that says they have come.
+        others: where a cluster shares a sum: `received` in float32, in shared memory, and
+            the barrier that says they have come.
         slots: where there are several; and it may be called again.
     """
-    refs = [out, ring, *(pair or ()), *([] if scale is None else [scale])]
-    (num_slots, m, _), half = out.shape, sums[0].shape[1] // 2
+    refs = [out, ring, *(others or ()), *([] if scale is None else [scale])]
+    (num_slots, m, _), rows = out.shape, sums[0].shape[1]
     strides = math.prod(out.ref.shape[1:]), out.ref.shape[-1]
     size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
@@ -94,16 +108,22 @@ def finish(
     def run(ctx, out, ring, *rest):
         del ctx
         rest = list(rest)
-        received, signal = (rest.pop(0), rest.pop(0)) if pair else (None, None)
+        sent = (rest.pop(0), rest.pop(0)) if others else None
         factors = None if scale is None else rest.pop(0)
-        needed = division.deep * 2 * half * COLUMNS * 4
+        needed = division.deep * rows * COLUMNS * 4
         assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
         asm([], "barrier.sync 0;", [], "")
         for j in division.mine():
-            _put(ring, division, j, words_of(rest.pop(0)), half)
+            _put(ring, division, j, words_of(rest.pop(0)), rows)
         asm([], "barrier.sync 0;", [], "")
         own, first, *counts = [v.registers.flat[0] for v in rest] or [0, 0, m]
-        found = _totals(ring, division, half, received, signal)
+        total = functools.partial(_total, ring, division, rows=rows)
+        groups = division.groups
+        found = (
+            _in_cluster(total, groups, m, *sent)
+            if sent
+            else _alone(total, groups, rows)
+        )
         for row, column, both in found:
             if scale is not None:
                 start = address_of(factors, times(column, scale_size))
@@ -119,35 +139,44 @@ def finish(
     run(*refs, *sums, *known)
 
 
-def _totals(ring, division: Division, half: int, received, signal) -> list:
-    """(row, column, two neighbours) of what this thread writes, added up over all."""
-    pairs = []  # this thread's, or some of the last row again
-    for ahead in range(0, half, division.groups):
-        e = plus(mgpu.thread_idx(), ahead * 128)
-        row = arith.minui(shifted(e, 7), value(half - 1))
-        pairs.append((e, row, times(modulo(e, 128), 2)))
-    total = lambda odd, row, column: _total(ring, division, odd, row, column, half)
-    line = lambda row, odd: plus(times(row, 2), odd)
-    if received is None:
-        return [
-            (line(row, odd), column, total(odd, row, column))
-            for odd in (0, 1)
-            for _, row, column in pairs
-        ]
-    (rank,) = asm([word_type()], "mov.u32 $0, %cluster_ctarank;", [], "=r")
-    other = flipped(rank, 1)
+def _places(groups: int, count: int) -> list:
+    """(i, column) of this thread for `count` lines of 256, or more than that: a warpgroup
+    takes a line at a time, and a thread two columns of it."""
+    threads = [plus(mgpu.thread_idx(), i * 128) for i in range(0, count, groups)]
+    return [(shifted(e, 7), times(modulo(e, 128), 2)) for e in threads]
+
+
+def _alone(total: Callable, groups: int, rows: int) -> list:
+    """(row, column, two neighbours) of what this thread writes, added up over all sets."""
+    return [
+        (row, column, total(arith.minui(row, value(rows - 1)), column))
+        for row, column in _places(groups, rows)
+    ]
+
+
+def _in_cluster(total: Callable, groups: int, m: int, received, signal) -> list:
+    """The same, added up over all programs of a cluster; they share m rows."""
+    away, share, _ = received.type.shape
+    cluster, rank = away + 1, _rank()
+    places = _places(groups, share)
+    last = lambda row: arith.minui(row, value(m - 1))
+    slot = lambda d, i: plus(d * share, arith.minui(i, value(share - 1)))
     asm([], "barrier.cluster.wait.acquire.aligned;", [], "")
-    for e, row, column in pairs:
-        place = llvm.ptrtoint(word_type(), address_of(received, _offset(row, column)))
-        given = [place, _word(signal), other, *total(other, row, column)]
-        asm([], _SEND, [*given, e, value(half * 128)], "r,r,r,f,f,r,r")
-    own = [total(rank, row, column) for _, row, column in pairs]
+    for d in range(away):  # to the program d + 1 further on
+        to = arith.remui(plus(rank, d + 1), value(cluster))
+        for i, column in places:
+            row = plus(times(i, cluster), to)
+            place = address_of(received, _offset(slot(d, i), column))
+            given = [llvm.ptrtoint(word_type(), place), _word(signal), to]
+            given += [*total(last(row), column), row, value(m)]
+            asm([], _SEND, given, "r,r,r,f,f,r,r")
+    rows = [plus(times(i, cluster), rank) for i, _ in places]
+    own = [total(last(row), column) for row, (_, column) in zip(rows, places)]
     asm([], _WAIT, [_word(signal)], "r")
     found = []
-    for (_, row, column), both in zip(pairs, own):
-        more = _pair(address_of(received, _offset(row, column)))
-        both = [arith.addf(*v) for v in zip(both, more)]
-        found.append((line(row, rank), column, both))
+    for row, (i, column), both in zip(rows, places, own):
+        given = [address_of(received, _offset(slot(d, i), column)) for d in range(away)]
+        found.append((row, column, _added([both, *map(_pair, given)])))
     return found
 
 
@@ -169,30 +198,31 @@ def _offset(row, column):
     return times(plus(times(row, COLUMNS), column), 4)
 
 
-def _place(ring, division: Division, part, odd, row, column, half: int):
-    """Where a set's sums of row 2 `row` + `odd` lie. Columns trade places by row, so that
+def _place(ring, division: Division, part, row, column, rows: int):
+    """Where a set's sums of a row lie: even rows first. Columns trade places by row, so that
     lanes meet no bank when they write."""
     near, far = (2, 16) if division.bits == 4 else (8, 16)
-    spread = plus(times(modulo(row, 2), near), times(modulo(shifted(row, 1), 2), far))
-    row = plus(times(plus(times(part, 2), odd), half), row)
-    return address_of(ring, _offset(row, flipped(column, spread)))
+    two = shifted(row, 1)
+    spread = plus(times(modulo(two, 2), near), times(modulo(shifted(two, 1), 2), far))
+    line = plus(times(part, rows), times(modulo(row, 2), rows // 2), two)
+    return address_of(ring, _offset(line, flipped(column, spread)))
 
 
-def _put(ring, division: Division, j, words, half: int):
+def _put(ring, division: Division, j, words, rows: int):
     """Writes an accumulator's words. A thread has rows 8 t + 2 c + odd of two columns."""
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     thread = mgpu.thread_idx()
     across = division.across.bit_length() - 1
     part = 0 if division.deep == 1 else shifted(thread, 7 + across)
     column = division.place(j)[0]
-    for t in range(half // 4):
+    for t in range(rows // 8):
         for odd in (0, 1):
             packed = llvm.mlir_undef(pair)
             for h in (0, 1):
                 word = words[4 * t + 2 * h + odd]
                 packed = llvm.insertelement(packed, word, value(h))
-            row = plus(modulo(thread, 4), 4 * t)
-            llvm.store(packed, _place(ring, division, part, odd, row, column, half))
+            row = plus(times(modulo(thread, 4), 2), 8 * t + odd)
+            llvm.store(packed, _place(ring, division, part, row, column, rows))
 
 
 def _pair(address):
@@ -200,16 +230,16 @@ def _pair(address):
     return [llvm.extractelement(packed, value(h)) for h in (0, 1)]
 
 
-def _total(ring, division: Division, odd, row, column, half: int):
+def _total(ring, division: Division, row, column, rows: int) -> list:
     """Two neighbours, added up over the sets of warpgroups."""
-    parts = [
-        _pair(_place(ring, division, part, odd, row, column, half))
-        for part in range(division.deep)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = [arith.addf(*v) for v in zip(total, part)]
-    return total
+    place = functools.partial(_place, ring, division)
+    return _added(
+        [_pair(place(part, row, column, rows)) for part in range(division.deep)]
+    )
+
+
+def _added(pairs: list) -> list:
+    return functools.reduce(lambda a, b: [arith.addf(*v) for v in zip(a, b)], pairs)
 
 
 _SEND = """{ .reg .b32 a, b; .reg .pred p; setp.lt.u32 p, $5, $6;

@@ -6,8 +6,8 @@
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows
-               that divides the weight, perhaps of one format alone, and the most programs
-               that a cluster may have
+               that divides the weight, perhaps of one format alone, with the largest cluster
+               that is worth it; and how many clusters of 1, 2 .. programs run at once
     groups     the same for each expert: entries with these bits and at least so many rows, and
                what a block of them costs
     mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
@@ -97,23 +97,33 @@ def stream_blocks(
         blocks = StreamBlocks(**entry["blocks"])
         if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
             continue
-        if entry.get("format", fmt.name) != fmt.name:
+        if entry.get("format", fmt.name) != fmt.name or num_k % blocks.k:
             continue
+        blocks = _shared(blocks, num_k // blocks.k, num_n // COLUMNS)
         spare = blocks.received(rows)
         blocks = _stream_fit(blocks, fmt, rows, shape, group, spare)
         if blocks is not None and blocks.is_ample(fmt, rows):
-            break
-    else:
-        return None
-    # as many programs as multiprocessors, and blocks of the sum shared evenly among them
-    chunks = num_k // blocks.k
-    most = max(1, num_cores() // (num_n // COLUMNS))
-    splits = [s for s in range(1, most + 1) if chunks % s == 0 and 2 * s <= chunks]
-    split = max(splits, default=1)
-    cluster = max((s for s in splits if s <= best["cluster"]), default=1)
-    if 8 * cluster >= 7 * split:  # nearly as many, and nothing is left to add up
+            return blocks
+    return None
+
+
+def _shared(blocks: StreamBlocks, chunks: int, tiles: int) -> StreamBlocks:
+    """With programs to share the sum of `chunks` blocks: as many as multiprocessors, in
+    clusters that write the result if nearly as many of them run at once."""
+    most = max(1, min(num_cores() // max(1, tiles), chunks // 2))
+    sizes = enumerate(_resident()[: min(most, blocks.cluster)], 1)
+    cluster = max((size for size, count in sizes if tiles <= count), default=1)
+    if 4 * cluster >= 3 * most:  # nearly as many, and nothing is left to add up
         return dataclasses.replace(blocks, split=cluster, cluster=cluster)
-    return dataclasses.replace(blocks, split=split, cluster=2 - split % 2)
+    split = most - most % 2
+    return dataclasses.replace(blocks, split=split, cluster=2)
+
+
+def _resident() -> list[int]:
+    """How many clusters of 1, 2 .. programs run at once: known where it was asked for."""
+    if (HERE / f"{device_kind()}.json").exists():
+        return table(device_kind())["stream"]["resident"]
+    return [num_cores(), num_cores() // 2]
 
 
 def stream_choices(
