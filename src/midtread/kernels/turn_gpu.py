@@ -57,13 +57,17 @@ def prepare(signal: Any, cluster: int, rows: int) -> None:
     @plgpu.inline_mgpu(arg_types=[plgpu.RefType()])
     def tell(ctx, signal):
         del ctx
-        mine = plus(rows + cluster - 1, times(_rank(), -1))  # and divided by `cluster`
-        mine = arith.divui(value(mine), value(cluster))
-        num_bytes = times(mine, (cluster - 1) * COLUMNS * 4)
-        asm([], _PREPARE, [_word(signal), mgpu.thread_idx(), num_bytes], "r,r,r")
+        given = [_word(signal), mgpu.thread_idx(), _expected(cluster, rows, _rank())]
+        asm([], _PREPARE, given, "r,r,r")
 
     run: Any = tell  # its first argument comes from Pallas
     run(signal)
+
+
+def _expected(cluster: int, rows: int, rank):
+    """Bytes that come to a program: of its rows, from all others."""
+    mine = arith.divui(plus(rows + cluster - 1, times(rank, -1)), value(cluster))
+    return times(mine, (cluster - 1) * COLUMNS * 4)
 
 
 def _rank():
