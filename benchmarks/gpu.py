@@ -6,8 +6,8 @@ Rows: train, gemm, quantize, prefill, decode, sweep, grouped, experts, attention
 all. Each prints a table of its cases and appends it to the results. --peers times the same
 cases by other libraries, once per device and version (gpu_peers.py). Llama-8B layers: d 4096,
 ff 14336, 32 and 8 heads; 16,384 tokens. Decoding runs a stack of 8 MLP layers, larger than L2
-(gpu_serving.py). Times are the best of three runs of back-to-back calls. `bound` is what the
-roofline would allow.
+(gpu_serving.py), in steps of one program; else times are the best of three runs of
+back-to-back calls. `bound` is what the roofline would allow.
 """
 
 import argparse
@@ -115,13 +115,23 @@ def _train(name, x):
     return _step(TRAINING[name](), x)
 
 
+def _least(batch: int, length: int) -> float:
+    """Seconds of two blocks, did nothing but tensor cores take time: linear layers in 8 bits,
+    causal attention in bfloat16, backward passes twice and 2.5 times a forward one."""
+    weights = 2 * D * D + 2 * D * D * KV_HEADS // HEADS + 3 * D * FF
+    linear = 3 * 2 * batch * length * weights
+    attention = 3.5 * 4 * batch * length**2 * D / 2
+    return 2 * (linear / EIGHT + attention / BF16)
+
+
 def train(*names):
     x = jax.random.normal(KEY, (8, TOKENS // 8, D), jnp.bfloat16)
+    base = _step(None, x)
+    bound = base[0] / _least(*x.shape[:2])
     lines = [
-        "| 2 blocks, fwd+bwd | ms | x bf16 | compile s | temp GB | loss |",
+        f"| 2 blocks, fwd+bwd (bound {bound:.2f}x) | ms | x bf16 | compile s | temp GB | loss |",
         "|---" * 6 + "|",
     ]
-    base = _step(None, x)
     rows = {"bfloat16": base}
     for name in names or TRAINING:
         rows[name] = attempt(functools.partial(_train, name, x))

@@ -1,8 +1,8 @@
 """Rows of benchmarks/gpu.py that serve a stack of MLP layers: prefill, decode, sweep.
 
 Two matrices and relu, which cuBLAS applies in bfloat16's matmul itself; or, with the option
-`gated`, Llama's three and silu(gate) * up, which is a kernel beside the matmuls for all. Other
-options are numbers of rows and names of SERVING: `sweep:gated:w8:256:1024`.
+`gated`, Llama's three, its norm and its residual, and silu(gate) * up, which is a kernel beside
+the matmuls for all. Other options are numbers of rows and names of SERVING: `sweep:gated:w8:256:1024`.
 """
 
 import functools
@@ -36,9 +36,13 @@ class Stack(nn.Module):
             nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
         )
         for i in range(self.layers):
-            h = dense(FF, name=f"up{i}")(x)
-            h = nn.silu(dense(FF, name=f"gate{i}")(x)) * h if self.gated else nn.relu(h)
-            x = dense(D, name=f"down{i}")(h)
+            if not self.gated:
+                x = dense(D, name=f"down{i}")(nn.relu(dense(FF, name=f"up{i}")(x)))
+                continue
+            # products of results, step after step, would vanish without a norm
+            h = nn.RMSNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
+            h = nn.silu(dense(FF, name=f"gate{i}")(h)) * dense(FF, name=f"up{i}")(h)
+            x = x + dense(D, name=f"down{i}")(h)
         return x
 
     @property

@@ -140,14 +140,16 @@ FORMATS = [
 FORMATS += [("int4", 32), ("int4", 64), ("int4", 128), ("nf4", 64)]
 
 
-# Multiples of 256 columns in bfloat16 are streamed on Hopper: the sum in clusters and parts,
-# in one cluster, in many parts. The others go by Triton.
+# Multiples of 256 columns in bfloat16 are streamed on Hopper: the sum in clusters of every
+# size (with 8 bits of 8, 6, 8, 5 and 3), in pairs and parts. The others go by Triton.
 @pytest.mark.parametrize(
     ("dtype", "k", "columns"),
     [
         (jnp.bfloat16, 2048, 768),
         (jnp.bfloat16, 1792, 4096),
         (jnp.bfloat16, 7168, 512),
+        (jnp.bfloat16, 1792, 5120),
+        (jnp.bfloat16, 1792, 8192),
         (jnp.bfloat16, 2048, 896),
         (jnp.float16, 2048, 896),
     ],

@@ -9,10 +9,7 @@ import pytest
 
 import midtread as mt
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def step(name, m, k, n):

@@ -157,14 +157,20 @@ def test_few_rows_of_codes(act, name, tile):
     assert error(interpreted(mt.dot, x, w), exact) < 5e-3
 
 
-@pytest.mark.parametrize(
-    ("act", "tile"), [("int8", None), ("int8", 128), ("int16", None)]
-)
-def test_few_rows_in_float32_are_not_rounded(act, tile):
+IN_FULL = [  # rows, and tiles along the sum
+    ("int8", {}, None),
+    ("int16", {}, None),
+    ("int8", {}, 128),
+    ("int8", {"calibration_method": "minmax"}, None),
+]
+
+
+@pytest.mark.parametrize(("act", "how", "tile"), IN_FULL)
+def test_few_rows_in_float32_are_not_rounded(act, how, tile):
     """bfloat16 holds codes of 8 bits, but neither their values nor those of 16."""
     tiles = lambda axis: {axis: tile} if tile else {}
     x, w = (random(i, *shape, dtype=jnp.float32) for i, shape in enumerate([(3, 256), (256, 64)]))  # fmt: skip
-    x = mt.quantize(x, act, channelwise_axes=[0], tiled_axes=tiles(1))
+    x = mt.quantize(x, act, channelwise_axes=[0], tiled_axes=tiles(1), **how)
     w = mt.quantize(w, "int8", channelwise_axes=[1], tiled_axes=tiles(0))
     exact = wide(mt.dequantize(x)) @ wide(mt.dequantize(w))
     with wanted.implementation("interpret"):
@@ -583,6 +589,18 @@ def test_streamed_weights_lower_for_cuda(name, tile):
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}
         run = functools.partial(stream_gpu.stream_matmul, **how)
         lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale, last)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(17, 5120), (24, 8192)])
+def test_what_clusters_receive_has_room(rows, columns):
+    """Shared memory to the last kB: 8 bits in groups of 32, under scales in float32."""
+    fmt = as_format("int8")
+    with pretend_gpu():
+        blocks = tuned.stream_blocks(fmt, rows, (4096, columns), 32)
+    assert blocks is not None and blocks.cluster > 2
+    run = functools.partial(stream_gpu.stream_matmul, fmt=fmt, blocks=blocks)
+    codes, scale = SHAPE((4096, columns), jnp.int8), SHAPE((128, columns), jnp.float32)
+    lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
 
 
 def test_a_streamed_matmul_leaves_nothing_to_others(monkeypatch):

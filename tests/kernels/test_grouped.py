@@ -151,6 +151,11 @@ def test_few_rows_of_codes_and_gradient():
     matrix = mt.dequantize(w, jnp.float32)
     want = ragged(mt.dequantize(codes, jnp.float32), matrix, [9, 11])
     assert error(interpreted(mt.ragged_dot, codes, w, sizes), want) < 4e-3
+    tiled = mt.quantize(random(1, 2, 128, 64), "int4", channelwise_axes=[0, 2], tiled_axes={1: 32})  # fmt: skip
+    few = functools.partial(choose._few_grouped, GROUPED, ("r", "g", sizes), codes)
+    with wanted.implementation("interpret"):
+        assert few(tiled, jnp.bfloat16) is not None and few(w, jnp.float32) is not None
+        assert few(tiled, jnp.float32) is None  # its values would be rounded
     c = random(3, 20, 64)
     loss = lambda x: jnp.sum(c * mt.ragged_dot(x, w, sizes))
     want = ragged(c, matrix.swapaxes(1, 2), [9, 11])

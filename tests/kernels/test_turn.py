@@ -95,7 +95,9 @@ def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypa
     padded = -(-m // 8) * 8
     everyone = [(r, t) for r in range(cluster) for t in range(128 * division.groups)]
     ring, signal = Ref(name="ring"), Ref(name="signal")
-    received = Ref(name="received", type=Names(shape=turn_gpu.received(cluster, m)))
+    received = Ref(
+        name="received", type=Names(shape=turn_gpu.received_shape(cluster, m))
+    )
 
     for machine.rank, machine.thread in everyone:
         own = term(machine.rank, machine.thread // 128 // division.across)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.kernels import choose_weights, wanted
-from midtread.numerics import formats, rounding, views
+from midtread.numerics import rounding, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.qarray import (
     QArray,
@@ -114,12 +114,11 @@ def _few_grouped(labels, groups: tuple, lhs, rhs, dtype) -> jax.Array | None:
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return None
     x, (rows, group, _) = lhs.qvalue, groups
-    if lhs.zero_point is not None or formats.dtype_bits(x.dtype) > 8:
+    if lhs.zero_point is not None:
         return None
     if any(n != 1 and label != rows for label, n in zip(labels[0], lhs.scale.shape)):
         return None
-    is_inner = choose_weights.has_inner_scales(labels, lhs, rhs, group)
-    if is_inner and formats.dtype_bits(dtype) > 16:
+    if not choose_weights.bears_bfloat16(labels, lhs, rhs, dtype, group):
         return None
     few = x.astype(jnp.bfloat16)
     if not choose_weights.is_plain_weight(few, rhs):
@@ -228,8 +227,8 @@ def quantize(
 
 
 def _is_few_integers(x, spec: Spec, summed) -> bool:
-    """Rows that `choose_weights.few_rows` turns into bfloat16: XLA makes one kernel of that
-    and the cast, where codes that a kernel of ours wrote would be read by another."""
+    """Rows that `choose_weights.few_rows` mostly turns into bfloat16: XLA makes one kernel of
+    that and the cast, where codes that a kernel of ours wrote would be read by another."""
     is_integer = spec.format.codes is not None and spec.rounding == "nearest"
     if not is_integer or not wanted.is_static(x):
         return False
@@ -238,8 +237,9 @@ def _is_few_integers(x, spec: Spec, summed) -> bool:
 
 
 def _is_rows_of_tiles(x, spec: Spec, summed) -> bool:
-    """Few rows of integers whose scales vary within the sum: it is their values that
-    `choose_weights.few_rows` multiplies, so that a GPU need not write codes and scales.
+    """Few rows of integers whose scales vary within the sum: for results in bfloat16 it is
+    their values that `choose_weights.few_rows` multiplies, so that codes and scales need not
+    be written.
     (Codes in float8 are written: rounding.py keeps XLA from undoing a cast to them.)"""
     if wanted.why_no_gpu(hopper=False) or wanted.why_not_here(x):
         return False
@@ -319,5 +319,5 @@ def why_not_quantize(x, spec: Spec, summed, factor=None, both=False) -> str | No
             "a model over several devices is quantized by XLA, which can partition it"
         )
     if not both and factor is None and _is_few_integers(x, spec, summed):
-        return "few rows are cast to bfloat16 next, and XLA does all of that at once"
+        return "few rows are mostly cast to bfloat16 next, and XLA does all of that at once"
     return _quantizing().why_not_quantize(x, spec, summed, factor)

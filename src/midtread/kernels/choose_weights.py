@@ -146,8 +146,7 @@ def few_rows(
     labels: tuple[Labels, Labels, Labels], lhs, rhs, dtype=jnp.float32
 ) -> jax.Array | None:
     """Codes times codes where one side has few rows: a GPU is as busy reading the other
-    side as if the few were in bfloat16, which holds every code of 8 bits exactly. A scale
-    within the sum makes it values, rounded to bfloat16: so for results of 16 bits alone."""
+    side as if the few were in bfloat16, which holds every code of 8 bits exactly."""
     parts = [p for x in (lhs, rhs) for p in jax.tree.leaves(x)]
     if wanted.why_no_gpu(hopper=False) is not None or not wanted.is_static(*parts):
         return None
@@ -157,9 +156,7 @@ def few_rows(
     w = (rhs, lhs)[side]
     if not is_few(sizes[side]) or not isinstance(w, QArray):
         return None
-    if formats.dtype_bits((x.qvalue if isinstance(x, QArray) else x).dtype) > 8:
-        return None
-    if formats.dtype_bits(dtype) > 16 and has_inner_scales(labels, lhs, rhs):
+    if not bears_bfloat16(labels, lhs, rhs, dtype):
         return None
     factor = None
     if not isinstance(x, QArray):
@@ -183,12 +180,19 @@ def few_rows(
     return views.broadcast_with(jnp.multiply, out, laid.astype(jnp.float32))
 
 
-def has_inner_scales(labels, lhs, rhs, group: str = "") -> bool:
-    """Whether a scale varies within the sum; `group` is the label of groups of rows."""
-    kept = {*labels[2], group}
+def bears_bfloat16(labels, lhs, rhs, dtype, group: str = "") -> bool:
+    """Whether operands may be multiplied in bfloat16: if they are codes of 8 bits, or else,
+    rounded to it, for a result in bfloat16. A zero point makes them values, and so does a
+    scale within the sum; `group` is the label of groups of rows."""
     sides = [(x, of) for x, of in zip((lhs, rhs), labels) if isinstance(x, QArray)]
+    codes = [x.qvalue if isinstance(x, QArray) else x for x in (lhs, rhs)]
+    if any(formats.dtype_bits(code.dtype) > 8 for code in codes):
+        return False
     axes = [axis for x, of in sides for axis in zip(of, x.scale.shape)]
-    return any(n != 1 and label not in kept for label, n in axes)
+    kept = {*labels[2], group}
+    is_inner = any(n != 1 and label not in kept for label, n in axes)
+    has_zero = any(x.zero_point is not None for x, _ in sides)
+    return np.dtype(dtype) == jnp.bfloat16 or not (is_inner or has_zero)
 
 
 def _values(x: QArray) -> jax.Array:

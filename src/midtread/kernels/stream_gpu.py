@@ -27,9 +27,9 @@ at least, and when one is begun only the piece before it may be under way.
 
 Programs that share a column go in a cluster, where there are clusters of that size for all
 columns at once: they send each other their sums, scale, cast and write the result
-(turn_gpu.py). An H200's multiprocessors sit in groups of 18 less some, and hold 66 clusters
-of 2, 30 of 4, 17 of 6 and 15 of 8: with one too many the time is doubled. Where more must
-share a column, pairs write float32 parts, which XLA adds up in whatever it does next.
+(turn_gpu.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
+seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8. With one too many the time
+is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in whatever it does next.
 """
 
 import functools
@@ -122,8 +122,8 @@ def stream_matmul(
     mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
     if native:
         if plan.is_clustered:
-            received = turn_gpu.received(blocks.cluster, m)
-            scratch.append(plgpu.SMEM(received, jnp.float32))
+            shape = turn_gpu.received_shape(blocks.cluster, m)
+            scratch.append(plgpu.SMEM(shape, jnp.float32))
             scratch.append(plgpu.SMEM(turn_gpu.SIGNAL, jnp.int32))
         out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
         mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}

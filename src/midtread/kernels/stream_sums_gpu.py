@@ -17,6 +17,7 @@ interpreted.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx, lanes_gpu, mma_gpu
+from midtread.kernels import decode_ptx, lanes_gpu, mma_gpu, turn_gpu
 from midtread.kernels.lanes_gpu import ACCUMULATORS, COLUMNS
 from midtread.kernels.pallas_compat import pl, plgpu, transposed
 from midtread.numerics.formats import Format, dtype_bits
@@ -56,8 +57,10 @@ class Blocks:
         return self.deep * COLUMNS * -(-rows // 8) * 8 * 4
 
     def received(self, rows: int) -> int:
-        """Bytes for the sums that come from the other programs of a cluster."""
-        return (self.cluster - 1) * -(-rows // self.cluster) * COLUMNS * 4
+        """Bytes for the sums that come from the other programs of a cluster, and 1 kB, which
+        the barrier that says so takes as everything does."""
+        shape = turn_gpu.received_shape(self.cluster, rows)
+        return math.prod(shape) * 4 + 1024 if self.cluster > 1 else 0
 
     def is_ample(self, fmt: Format, rows: int) -> bool:
         """Whether sums may change hands in the rings."""
@@ -103,8 +106,8 @@ class Plan:
 
 class Refs(NamedTuple):
     """In memory: x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N], out [.., m, N].
-    Then, in shared memory, rings and their barriers, the table, what comes from another
-    program and says so, where rings are in use to the end what sums pass through, and left
+    Then, in shared memory, rings and their barriers, the table, what comes from other
+    programs and says so, where rings are in use to the end what sums pass through, and left
     operands for the interpreter."""
 
     x: Any

@@ -37,7 +37,7 @@ from midtread.kernels.lanes_gpu import (
 )
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
-SIGNAL = (2,)  # words of the barrier at which another program's sums are waited for
+SIGNAL = (2,)  # words of the barrier at which other programs' sums are waited for
 
 _PREPARE = """{ .reg .pred p; setp.eq.u32 p, $1, 0;
     @p mbarrier.init.shared::cta.b64 [$0], 1;
@@ -46,7 +46,7 @@ _PREPARE = """{ .reg .pred p; setp.eq.u32 p, $1, 0;
     barrier.cluster.arrive.relaxed.aligned; }"""
 
 
-def received(cluster: int, rows: int) -> tuple[int, int, int]:
+def received_shape(cluster: int, rows: int) -> tuple[int, int, int]:
     """Of what comes from the other programs: [of each, rows, columns]."""
     return cluster - 1, -(-rows // cluster), COLUMNS
 
@@ -93,8 +93,8 @@ def finish(
     Args:
         ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
         scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
-        others: where a cluster shares a sum: `received` in float32, in shared memory, and
-            the barrier that says they have come.
+        others: where a cluster shares a sum: memory of `received_shape`, float32, for those
+            of the others, and the barrier that says they have come.
         slots: where there are several; and it may be called again.
     """
     refs = [out, ring, *(others or ()), *([] if scale is None else [scale])]

@@ -97,9 +97,12 @@ def stream_blocks(
         blocks = StreamBlocks(**entry["blocks"])
         if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
             continue
-        if entry.get("format", fmt.name) != fmt.name or num_k % blocks.k:
+        if entry.get("format", fmt.name) != fmt.name:
             continue
-        blocks = _shared(blocks, num_k // blocks.k, num_n // COLUMNS)
+        if num_k % blocks.k or num_n % COLUMNS:
+            continue
+        count = num_k // blocks.k, num_n // COLUMNS
+        blocks = _shared(blocks, *count, entry["cluster"])
         spare = blocks.received(rows)
         blocks = _stream_fit(blocks, fmt, rows, shape, group, spare)
         if blocks is not None and blocks.is_ample(fmt, rows):
@@ -107,16 +110,18 @@ def stream_blocks(
     return None
 
 
-def _shared(blocks: StreamBlocks, chunks: int, tiles: int) -> StreamBlocks:
-    """With programs to share the sum of `chunks` blocks: as many as multiprocessors, in
-    clusters that write the result if nearly as many of them run at once."""
-    most = max(1, min(num_cores() // max(1, tiles), chunks // 2))
-    sizes = enumerate(_resident()[: min(most, blocks.cluster)], 1)
+def _shared(
+    blocks: StreamBlocks, chunks: int, tiles: int, largest: int
+) -> StreamBlocks:
+    """With programs to share the sum of `chunks` blocks: clusters of `largest` at most, which
+    write the result, if three quarters as many run at once as there are multiprocessors; or
+    else pairs, as many as there is room for."""
+    most = max(1, min(num_cores() // tiles, chunks // 2))
+    sizes = enumerate(_resident()[: min(most, largest)], 1)
     cluster = max((size for size, count in sizes if tiles <= count), default=1)
-    if 4 * cluster >= 3 * most:  # nearly as many, and nothing is left to add up
+    if 4 * cluster >= 3 * most:
         return dataclasses.replace(blocks, split=cluster, cluster=cluster)
-    split = most - most % 2
-    return dataclasses.replace(blocks, split=split, cluster=2)
+    return dataclasses.replace(blocks, split=most - most % 2, cluster=2)
 
 
 def _resident() -> list[int]:
