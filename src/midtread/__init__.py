@@ -29,7 +29,6 @@ from midtread.model.boxes import WithAux as WithAux
 from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat
 from midtread.model.function import quantize_function as quantize_function
-from midtread.model.intercept import disable_interceptions as disable_interceptions
 from midtread.model.prove import assert_quantized as assert_quantized
 from midtread.model.prove import prove as prove
 from midtread.model.provider import QuantizationProvider as QuantizationProvider
@@ -38,6 +37,7 @@ from midtread.model.quantize import quantize_model as quantize_model
 from midtread.model.rules import QtRule as QtRule
 from midtread.model.rules import QuantizationRule as QuantizationRule
 from midtread.model.rules import load_rules as load_rules
+from midtread.model.running import disable_interceptions as disable_interceptions
 from midtread.numerics.formats import FORMATS as FORMATS
 from midtread.numerics.formats import Format as Format
 from midtread.numerics.formats import as_format as as_format

@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
-from midtread.model import everyop, intercept
+from midtread.model import everyop, running
 
 INT8 = [mt.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 
@@ -259,7 +259,7 @@ def test_other_providers_do_not_hear_of_it(x):
     class Watching(mt.QtProvider):
         def dot_general(self, *args, **kwargs):
             assert everyop._running == 0
-            assert "bind" not in intercept._thread.active[0].handlers
+            assert "bind" not in running.here.active[0].handlers
             return super().dot_general(*args, **kwargs)
 
     model = mt.quantize_model(nn.Dense(3), Watching(INT8))

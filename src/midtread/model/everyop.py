@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.extend.core import Primitive
 
-from midtread.model import intercept
+from midtread.model import intercept, running
 
 FUNCTIONS: dict[str, Callable] = {
     "avg_pool": nn.avg_pool,
@@ -90,7 +90,7 @@ def _replace(name: str, owner: type, method: str) -> None:
     original = getattr(owner, method)
 
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = intercept.offer(name, self, *args, **kwargs)
+        out = running.offer(name, self, *args, **kwargs)
         return original(self, *args, **kwargs) if out is NotImplemented else out
 
     setattr(owner, method, replacement)

@@ -23,8 +23,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import intercept
-from midtread.model.intercept import path_of
+from midtread.model import intercept, running
+from midtread.model.running import path_of
 from midtread.numerics.qarray import QArray
 
 nnx.register_data_type(QArray)
@@ -324,9 +324,9 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        if self.scope is None or intercept.is_active(provider):
+        if self.scope is None or running.is_active(provider):
             return original(self, *args, **kwargs)
-        with intercept.active(provider, provider.handlers()), intercept.entered(self):
+        with intercept.active(provider, provider.handlers()), running.entered(self):
             model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
             with nn.intercept_methods(_enter_linen):
                 out = original(model, *args, **kwargs)
@@ -340,10 +340,10 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
 
 def _enter_linen(next_fn, args, kwargs, context):
     if context.method_name == "__call__":
-        out = intercept.offer("module", context.module, next_fn, args, kwargs)
+        out = running.offer("module", context.module, next_fn, args, kwargs)
         if out is not NotImplemented:
             return out
-    with intercept.entered(context.module):
+    with running.entered(context.module):
         return next_fn(*args, **kwargs)
 
 
@@ -380,10 +380,10 @@ def _nnx_method(original: Callable, name: str) -> Callable:
     def method(self, *args, **kwargs):
         if name == "__call__":
             run = functools.partial(original, self)
-            out = intercept.offer("module", self, run, args, kwargs)
+            out = running.offer("module", self, run, args, kwargs)
             if out is not NotImplemented:
                 return out
-        with _named(self), intercept.entered(self):
+        with _named(self), running.entered(self):
             return original(self, *args, **kwargs)
 
     return method
@@ -392,7 +392,7 @@ def _nnx_method(original: Callable, name: str) -> Callable:
 def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
     """The module's name in the names of JAX's equations, as Linen gives it: profiles and
     `mt.prove` show it."""
-    outer = intercept.current_path()
+    outer = running.current_path()
     name = path_of(module).removeprefix(outer).strip("/")
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
@@ -400,10 +400,10 @@ def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
 def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        if intercept.is_active(provider):
-            with intercept.entered(self):
+        if running.is_active(provider):
+            with running.entered(self):
                 return original(self, *args, **kwargs)
-        with intercept.active(provider, provider.handlers()), intercept.entered(self):
+        with intercept.active(provider, provider.handlers()), running.entered(self):
             model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
             out = original(model, *args, **kwargs)
             return provider.process_model_output(name, out)

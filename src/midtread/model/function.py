@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-from midtread.model import intercept
+from midtread.model import intercept, running
 from midtread.model.provider import QuantizationProvider
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
@@ -67,7 +67,7 @@ def quantize_function(
 
     @functools.wraps(fn)
     def quantized(*args, **kwargs):
-        if intercept.is_active(provider):
+        if running.is_active(provider):
             return fn(*args, **kwargs)
         if not -len(args) <= params_argnum < len(args):
             raise ValueError(
@@ -76,7 +76,7 @@ def quantize_function(
             )
         _follow_scopes()
         root = Scope((), _weights(args[params_argnum]), dict(rngs or {}), {})
-        with intercept.active(provider, provider.handlers()), intercept.entered(root):
+        with intercept.active(provider, provider.handlers()), running.entered(root):
             _, args, kwargs = provider.process_model_inputs(root, args, kwargs)
             out = fn(*args, **kwargs)
             return provider.process_model_output(_name(fn), out)
@@ -182,10 +182,10 @@ def _follow_scopes() -> None:
 
 def _entered(name: str) -> contextlib.ExitStack | None:
     """The scope `name` of the function that runs; None if what runs is something else."""
-    module = intercept.entered_module()
+    module = running.entered_module()
     if not isinstance(module, Scope) or name.startswith(witness.PREFIX):
         return None
     stack = contextlib.ExitStack()
     for part in name.split("/"):
-        stack.enter_context(intercept.entered(module := module.inside(part)))
+        stack.enter_context(running.entered(module := module.inside(part)))
     return stack

@@ -6,20 +6,15 @@ gets new code, so that every alias of it is caught (nnx.Linear keeps one). Funct
 JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one that, while
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
 
-    active(provider)      handlers of a provider apply, on this thread
-    offer(name, ...)      the handlers' answer, for callers that have a plan B
-    entered(module)       a module's method is running: which rule applies depends on it
-    disabled()            nothing is touched: inside handlers, kernels and engine
-
-While a model runs, its provider is part of jit's cache key (jax.make_user_context), so
-that a trace of the float model never serves the quantized one, nor the reverse. Modules
-that match different rules differ in the key too.
+    active(provider, ...)    a provider's handlers apply, on this thread (running.py)
+    dispatch(name, ...)      what a function of JAX's does now
+    watch(path)              calls of any function, by its dotted path
+    ancestors(x)             what an array was made from: is it a parameter?
 """
 
 import contextlib
 import functools
 import inspect
-import itertools
 import operator
 import sys
 import threading
@@ -35,8 +30,9 @@ from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 
+from midtread.model import running
+from midtread.model.running import here
 from midtread.numerics.qarray import QArray
-from midtread.ops import witness
 from midtread.ops.untouched import is_running
 
 # name a provider handles -> where JAX keeps the function
@@ -84,89 +80,19 @@ SPELLINGS = {
 
 _originals: dict[str, Callable] = {}
 _install_lock = threading.Lock()
-_numbers = itertools.count(1)
-_cache_key = jax.make_user_context(default_value=None)
-
-
-class _Thread(threading.local):
-    def __init__(self):
-        self.active: list[Active] = []
-        self.modules: list[Any] = []
-        self.entries: list[Any] = []  # per active model: the trace it was called in
-        # id of a cast array -> (it, what it was made from, how it was turned)
-        self.casts: dict[int, Any] = {}
-        self.is_late = False
-
-
-_thread = _Thread()
-
-
-class Active:
-    """A provider at work on this thread."""
-
-    def __init__(self, provider: Any, handlers: dict[str, Callable]):
-        self.provider = provider
-        self.handlers = handlers
-        self.enabled = True
-
-
-def cache_number(provider: Any) -> int:
-    """A number that is this provider's alone; id() may be used again."""
-    if not hasattr(provider, "_cache_number"):
-        provider._cache_number = next(_numbers)
-    return provider._cache_number
-
-
-def active_providers() -> list[Any]:
-    return [a.provider for a in _thread.active]
-
-
-def is_active(provider: Any) -> bool:
-    return any(a.provider is provider for a in _thread.active)
 
 
 @contextlib.contextmanager
 def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
     install()
-    outer_modules, _thread.modules = _thread.modules, []
-    _thread.entries.append(trace_of(lax.full((), 0.0)))
-    _thread.active.append(Active(provider, handlers))
-    try:
-        with provider.surroundings(), _keyed():
-            yield
-    finally:
-        _thread.active.pop()
-        _thread.entries.pop()
-        _thread.modules = outer_modules
-        if not _thread.active:
-            _thread.casts.clear()
-
-
-@contextlib.contextmanager
-def entered(module: Any) -> Iterator[None]:
-    _thread.modules.append(module)
-    try:
-        with _keyed(), witness.place(lambda: path_of(module)):
-            yield
-    finally:
-        _thread.modules.pop()
-
-
-def path_of(module: Any) -> str:
-    """'encoder/layers/0'; '' for the root."""
-    linen = isinstance(module, nn.Module)
-    return "/".join(map(str, module.path if linen else getattr(module, "_path", ())))
-
-
-def entered_module() -> Any:
-    """The innermost module whose method is running in a quantized model, or None."""
-    return _thread.modules[-1] if _thread.modules else None
+    with running.active(provider, handlers, trace_of(lax.full((), 0.0))):
+        yield
 
 
 def current_module() -> Any:
     """The innermost module whose method is running: of a quantized model, else the Linen
     module that calls a provider itself. Private: Flax's stack of bound modules."""
-    module = entered_module()
+    module = running.entered_module()
     if module is None:
         module = nn.module._context.module_stack[-1]
     if module is None:
@@ -176,88 +102,24 @@ def current_module() -> Any:
     return module
 
 
-def current_path() -> str:
-    """The path of the innermost module, '' if there is none."""
-    return path_of(_thread.modules[-1]) if _thread.modules else ""
-
-
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
-    """Nothing is intercepted inside, on this thread."""
-    before = [a.enabled for a in _thread.active]
-    for a in _thread.active:
-        a.enabled = False
-    try:
-        with _keyed():
-            yield
-    finally:
-        for a, enabled in zip(_thread.active, before):
-            a.enabled = enabled
-
-
-def disable_interceptions(fn: Callable) -> Callable:
-    """`fn`, untouched by whatever provider is active when it runs."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        with disabled():
-            return fn(*args, **kwargs)
-
-    return wrapper
-
-
-def _keyed():
-    """jit's cache key for the providers enabled now, and the rules that apply here."""
-    key = tuple(
-        (cache_number(a.provider), a.provider.rules_here(), witness.key())
-        for a in _thread.active
-        if a.enabled
-    )
-    return _cache_key(key or None)
-
-
 def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
     """What JAX's function `name` does now."""
     if not is_running():
-        if name in ("lax_dot", "tensordot") and _any_enabled():
+        if name in ("lax_dot", "tensordot") and running.any_enabled():
             spelled = _as_dot_general(name, *args, **kwargs)
             if spelled is not None:
-                _thread.is_late = name == "lax_dot"
+                here.is_late = name == "lax_dot"
                 try:
                     return dispatch("dot_general", *spelled)
                 finally:
-                    _thread.is_late = False
-        out = offer(name, *args, **kwargs)
+                    here.is_late = False
+        out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out
     out = _originals[name](*args, **kwargs)
-    if name in CASTS and _thread.active:
+    if name in CASTS and here.active:
         return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
     return out
-
-
-def is_late() -> bool:
-    """Whether the op being handled is spelled in a way that Qwix does not see."""
-    return _thread.is_late
-
-
-def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """What the first handler of that name returns; NotImplemented if there is none."""
-    for a in _thread.active:
-        if a.enabled and name in a.handlers:
-            a.enabled = False
-            try:
-                with _keyed():
-                    out = witness.handle(name, a.handlers[name], args, kwargs)
-            finally:
-                a.enabled = True
-            if out is not NotImplemented:
-                return out
-    return NotImplemented
-
-
-def _any_enabled() -> bool:
-    return any(a.enabled for a in _thread.active)
 
 
 def _is_boxed(x: Any) -> bool:
@@ -285,14 +147,6 @@ def _tensordot_numbers(a, b, *rest, axes):
     else:
         lhs, rhs = ((x,) if isinstance(x, int) else tuple(x) for x in axes)
     return (tuple(i % a.ndim for i in lhs), tuple(i % b.ndim for i in rhs)), ((), ())
-
-
-def ask(name: str, *args: Any) -> Any:
-    """Asks the outermost active provider; None if there is none."""
-    for a in _thread.active:
-        if name in a.handlers:
-            return a.handlers[name](*args)
-    return None
 
 
 # --- installing -------------------------------------------------------------------------------
@@ -391,7 +245,7 @@ def _without_jit(jitted: Any) -> Callable:
 
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
-        if not _any_enabled() or is_running():
+        if not running.any_enabled() or is_running():
             return jitted(*args, **kwargs)
         if name in SPELLINGS and any(map(_is_boxed, args)):  # JAX would refuse the box
             spelled = _as_dot_general(name, *args, **kwargs)
@@ -440,7 +294,7 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
         if _is_boxed(a):  # jnp.transpose(box)
             return getattr(a, original.__name__)(*args, *kwargs.values())
         out = original(a, *args, **kwargs)
-        if not _thread.active or isinstance(out, jax.core.Tracer):
+        if not here.active or isinstance(out, jax.core.Tracer):
             return out
         axes = None
         if turn is not None:
@@ -454,7 +308,7 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
 def _operator(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self, other):
-        if _any_enabled() and not is_running() and hasattr(other, "shape"):
+        if running.any_enabled() and not is_running() and hasattr(other, "shape"):
             pair = (self, other) if name == "__matmul__" else (other, self)
             return jnp.matmul(*pair)
         return original(self, other)
@@ -472,9 +326,11 @@ def _indexing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self, index):
-        if _any_enabled() and not is_running():
+        if running.any_enabled() and not is_running():
             ids = row_indices(index)
-            rows = NotImplemented if ids is None else offer("getitem", self, ids)
+            rows = (
+                NotImplemented if ids is None else running.offer("getitem", self, ids)
+            )
             if rows is not NotImplemented:
                 return rows
         return original(self, index)
@@ -495,9 +351,9 @@ def _opaque(make: Callable) -> Callable:
 
     @functools.wraps(make)
     def wrapper(*args, **kwargs):
-        with disabled():
+        with running.disabled():
             made = make(*args, **kwargs)
-        return disable_interceptions(made) if callable(made) else made
+        return running.disable_interceptions(made) if callable(made) else made
 
     return wrapper
 
@@ -530,7 +386,7 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
             const = x.get_const()
             x = None if const is x else const
         else:
-            _, x, permutation = _thread.casts.get(id(x), (None, None, None))
+            _, x, permutation = here.casts.get(id(x), (None, None, None))
         if permutation is not None:
             if axes is not None:
                 axes = None if is_reshaped else tuple(permutation[a] for a in axes)
@@ -555,11 +411,6 @@ def trace_of(x: Any) -> Any:
     return getattr(unwrap(x), "_trace", None)
 
 
-def entry_trace() -> Any:
-    """The trace in which the model was called."""
-    return _thread.entries[-1] if _thread.entries else None
-
-
 def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
     """Remembers which array a cast or transpose was made from, for this call of the model."""
     pairs = (
@@ -569,5 +420,5 @@ def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
         if made is not source and hasattr(made, "dtype"):
             made, source = unwrap(made), unwrap(source)
             if made is not source:
-                _thread.casts[id(made)] = (made, source, axes)
+                here.casts[id(made)] = (made, source, axes)
     return out

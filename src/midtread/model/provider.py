@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, intercept, running
 from midtread.model.rules import QuantizationRule, as_rules
 from midtread.ops import witness
 
@@ -162,7 +162,7 @@ class QuantizationProvider:
 
     def rules_here(self) -> tuple[int, ...]:
         """Which rules could match in the current module: part of jit's cache key."""
-        module = intercept.entered_module()
+        module = running.entered_module()
         if module is None:
             return ()
         return _matching(self._patterns, flaxlib.path_of(module))
@@ -191,7 +191,7 @@ class QuantizationProvider:
             self._rule_matches[index] += 1
         if only_rule:
             return rule, None
-        counter, late = self._counter(module), intercept.is_late()
+        counter, late = self._counter(module), running.is_late()
         if not repeated_call:
             counter[op_name, late] += 1
         op_id = f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
@@ -218,7 +218,7 @@ class QuantizationProvider:
         if self is not None:
             self._counts.by_module = {}
             return model, model_args, model_kwargs
-        for provider in intercept.active_providers():
+        for provider in running.active_providers():
             for _, module in nnx.iter_modules(model):
                 getattr(provider._counts, "by_module", {}).pop(id(module), None)
         return model, model_args, model_kwargs
@@ -297,4 +297,4 @@ def get_current_rule(op_name: str) -> Any:
 
     For kernels, which no provider looks into: ask, and quantize accordingly.
     """
-    return intercept.ask("current_rule", op_name)
+    return running.ask("current_rule", op_name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, intercept, running
 
 ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
@@ -82,5 +82,5 @@ def origin_is_hidden(x: Any, params: dict[str, Any]) -> bool:
     """An argument of a trace begun inside the model."""
     if not isinstance(x, jax.core.Tracer) or getattr(x, "parent", None) is not None:
         return False
-    traces = [intercept.entry_trace(), *map(intercept.trace_of, params.values())]
+    traces = [running.entry_trace(), *map(intercept.trace_of, params.values())]
     return not any(intercept.trace_of(x) is trace for trace in traces)

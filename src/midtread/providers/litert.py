@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from midtread.model import everyop, flaxlib, intercept
+from midtread.model import everyop, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QuantizationRule
@@ -185,7 +185,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
     def process_model_inputs(self, model, args, kwargs):
         model, args, kwargs = super().process_model_inputs(model, args, kwargs)
         self._local.edges = Edges()
-        with intercept.disabled():
+        with running.disabled():
             for path, value in flaxlib.all_params(model):
                 self._tag(value, path)
             args, kwargs = jax.tree.map(self._model_input, (args, kwargs))
@@ -201,7 +201,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
 
     def process_model_output(self, method_name: str, output: Any) -> Any:
         name = "final" if method_name == "__call__" else method_name
-        with intercept.disabled():
+        with running.disabled():
             output = jax.tree.map(
                 functools.partial(self._model_output, f"{name}_output"), output
             )

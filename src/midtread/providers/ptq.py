@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
@@ -151,7 +151,7 @@ class PtqProvider(QuantizationProvider):
         value = quantize_by_spec(x, how)
         held, outer = flaxlib.params_of(module)[name], self._outer(module, name)
         made_in = intercept.trace_of(value.qvalue)
-        here = made_in is intercept.trace_of(held) or made_in is intercept.entry_trace()
+        here = made_in is intercept.trace_of(held) or made_in is running.entry_trace()
         here = here and outer is module
         try:
             if here:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from midtread.interop.qwix.arrays import HowToQuantize
-from midtread.model import flaxlib, intercept, weights
+from midtread.model import flaxlib, intercept, running, weights
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model
@@ -65,7 +65,7 @@ def get_current_module_path() -> tuple[Any, ...]:
 def _here() -> Iterator[Any]:
     """The current module, as our own functions know it."""
     module = get_current_module()
-    with intercept.entered(module):
+    with running.entered(module):
         yield module
 
 
@@ -289,7 +289,7 @@ def wrap_func_intercepted(
     def wrapper(*args, **kwargs):
         interceptor = get_interceptor()
         identity = _identities[interceptor.id]
-        if intercept.is_active(identity) or not should_intercept():
+        if running.is_active(identity) or not should_intercept():
             return func(*args, **kwargs)
         args, kwargs = input_transform(args, kwargs)
         handlers = {intercept.watch(path): fn for path, fn in interceptor.items()}
