@@ -1,4 +1,4 @@
-"""From a float model to an integer LiteRT file. Needs: pip install midtread[litert]"""
+"""From a float model to an integer LiteRT file. Needs: pip install '.[litert]'"""
 
 import importlib.util
 import os
@@ -35,4 +35,4 @@ def main():
 if all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert"))):
     main()
 else:
-    print("skipped: pip install midtread[litert]")
+    print("skipped: pip install '.[litert]'")

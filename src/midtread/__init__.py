@@ -84,6 +84,7 @@ from midtread.providers.litert_convert import (
 from midtread.providers.lora import LoraProvider as LoraProvider
 from midtread.providers.lora import LoraRule as LoraRule
 from midtread.providers.lora import apply_lora_to_model as apply_lora_to_model
+from midtread.providers.params import quantize_params as quantize_params
 from midtread.providers.prequantized import (
     process_prequantized_params as process_prequantized_params,
 )
@@ -91,7 +92,6 @@ from midtread.providers.prequantized import (
     restore_quantization_rules as restore_quantization_rules,
 )
 from midtread.providers.ptq import PtqProvider as PtqProvider
-from midtread.providers.ptq import quantize_params as quantize_params
 from midtread.providers.qt import QtProvider as QtProvider
 
 __version__ = "0.1.0"

@@ -1,9 +1,10 @@
 """The command line: `midtread <verb> [file.yml | shipped config] [key=value ...]`.
 
 Dispatch only: what each verb does is in lm/ and report/. What the user got wrong is one
-line and exit code 2.
+line and exit code 2. When nobody reads the output any more (`| head`) it ends quietly.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -180,7 +181,37 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Runs what the words ask for; the exit code."""
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if _is_read():  # a pipe to another process broke: that is an error
+            raise
+        _drop_output()
+        return 1
+
+
+def _is_read() -> bool:
+    """Whether standard output still leads somewhere; writes an empty line to it."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """Sends nowhere what could not be written: Python tries once more at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if words else 2
@@ -208,8 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("midtread", "jax", "flax"):
             raise
-        what = f"this needs the package {package}" if package else str(error)
-        print(f"error: {what}: pip install 'midtread[train]'.", file=sys.stderr)
+        how = "run `pip install '.[train]'` in Midtread's folder."
+        what = f"this needs the package {package}: {how}" if package else error
+        print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint.")

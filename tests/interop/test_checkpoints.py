@@ -6,6 +6,7 @@ import pathlib
 import pickletools
 import random
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -526,6 +527,12 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="a/qvalue: codes beyond the range of int3"):
         safetensors.save(tmp_path / "c", {"a": wrong})
     assert not list(tmp_path.iterdir())  # nothing half written
+
+
+def test_orbax_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"`pip install '\.\[orbax\]'` in Midtread's"):
+        orbax.save(tmp_path / "a", small())
 
 
 def test_no_pickle(saved):

@@ -15,8 +15,8 @@ import midtread as mt
 from midtread.interop import litert, tflite
 from midtread.report.tflite import describe
 
-pytest.importorskip("litert_converter", reason="needs midtread[litert]")
-pytest.importorskip("ai_edge_litert", reason="needs midtread[litert]")
+pytest.importorskip("litert_converter", reason="needs the extra litert")
+pytest.importorskip("ai_edge_litert", reason="needs the extra litert")
 
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
 
@@ -252,9 +252,11 @@ def test_the_converter_is_missing(x, tmp_path, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(litert.importlib, "import_module", nothing)
-    fails(ImportError, r"pip install midtread\[litert\]", tmp_path / "m.tflite",
+    fails(ImportError, r"`pip install '\.\[litert\]'` in Midtread's folder", tmp_path / "m.tflite",
           quantized_dense(), variables_of(x), x)  # fmt: skip
-    with pytest.raises(ImportError, match=r"pip install midtread\[litert\]"):
+    with pytest.raises(
+        ImportError, match=r"`pip install '\.\[litert\]'` in Midtread's folder"
+    ):
         tflite.schema()
 
 

@@ -14,8 +14,8 @@ from flax import linen as nn
 import midtread as mt
 from midtread.interop import litert, tflite
 
-pytest.importorskip("litert_converter", reason="needs midtread[litert]")
-pytest.importorskip("ai_edge_litert", reason="needs midtread[litert]")
+pytest.importorskip("litert_converter", reason="needs the extra litert")
+pytest.importorskip("ai_edge_litert", reason="needs the extra litert")
 optax = pytest.importorskip("optax")
 datasets = pytest.importorskip("sklearn.datasets", reason="needs scikit-learn")
 

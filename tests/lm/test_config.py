@@ -1,6 +1,9 @@
 """Every key is typed, documented and strict; what is wrong is one line and exit code 2."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -84,13 +87,18 @@ def test_what_is_wrong_is_said_in_one_line(case, capsys):
 def test_a_broken_file_is_named(tmp_path, capsys):
     path = tmp_path / "broken.yml"
     for text, expected in (
-        ("steps: [1", "does not read as YAML"),
+        ("steps: [1", "expected ',' or ']'"),
+        ("steps: 1\nsteps: 2", "line 2 does not read as YAML: found duplicate key"),
+        ("run_name: \x01", "characters are not allowed."),
+        ("run_name: caf\xe9s", "does not read as YAML: invalid continuation byte."),
+        ("5", "does not read as YAML: Invalid loaded object type: int."),
         ("stepz: 1", "'steps'"),
         ("- 1", "keys and values"),
     ):
-        path.write_text(text)
+        path.write_text(text, encoding="latin-1")
         assert cli.main(["train", str(path)]) == 2
-        assert expected in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
 
 
 def test_verbs(capsys):
@@ -99,6 +107,48 @@ def test_verbs(capsys):
     assert cli.main(["trian"]) == 2 and "'train'" in capsys.readouterr().err
     assert cli.main(["train", "--help"]) == 0
     assert "learning_rate=0.003" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # written at exit, and at once
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["explain"]], ids=str
+)
+def test_it_ends_quietly_when_nobody_reads(words, unbuffered):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(
+        [sys.executable, "-m", "midtread", *words], stdout=theirs, check=False,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(theirs)
+    assert ended.returncode == 1
+    assert b"BrokenPipeError" not in ended.stderr
+
+
+def test_a_pipe_to_another_process_that_breaks_is_an_error(monkeypatch):
+    def broken(words):
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", broken)
+    with pytest.raises(BrokenPipeError, match="a worker is gone"):
+        cli.main(["train"])
+
+
+@pytest.mark.parametrize(
+    "missing, extra", [("omegaconf", "train"), ("ai_edge_litert", "litert")]
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    missing, extra, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "m.tflite"
+    file.write_bytes(b"    TFL3")
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, f"{missing}.schema_py_generated", None)
+    words = {"train": ["explain"], "litert": ["report", str(file)]}[extra]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert missing in error and error.count("pip install") == error.count("\n") == 1
+    assert f"run `pip install '.[{extra}]'` in Midtread's folder." in error
 
 
 def test_a_model_can_be_described_alone():

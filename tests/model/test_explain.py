@@ -3,6 +3,8 @@
 import pathlib
 import re
 import time
+import types
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import midtread as mt
+from midtread.model import operands
 from tests.model import transformers as t
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -178,13 +181,115 @@ def test_convolutions_and_functions():
     assert found.totals.weight_share == 1
 
 
-def test_what_the_platform_emulates_is_marked():
-    x = jnp.ones((8, 256))
-    for qtype, emulated in (("int8", False), ("int4", True), ("nf4", True)):
-        rules = [{"weight_qtype": qtype, "act_qtype": qtype}]
-        found = mt.explain(nn.Dense(128), mt.QtProvider(rules), x)
-        assert found.rows[0].is_emulated == emulated
-        assert ("* 1 contraction emulated" in str(found)) == emulated
+DOT, CONV = nn.Dense(128), nn.Conv(16, (3, 3))
+
+
+@pytest.mark.parametrize(
+    "layer, qtype",
+    [
+        *((DOT, qtype) for qtype in ("int8", "fp8", "e5m2", "int4", "nf4")),
+        *((CONV, qtype) for qtype in ("fp8", "e5m2")),
+    ],
+)
+def test_it_runs_as_the_compiled_program_does(layer, qtype):
+    """What a CPU emulates has a star, and the dtypes that `prove` reads in the HLO."""
+    x = jnp.ones((2, 8, 8, 256))
+    provider = mt.QtProvider([{"weight_qtype": qtype, "act_qtype": qtype}])
+    found = mt.explain(layer, provider, x)
+    model = mt.quantize_model(layer, provider)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    (ran,) = {e.ran for e in mt.prove(jax.jit(model.apply), params, x).contractions}
+    (row,) = found.rows
+    assert row.runs_as.replace("int", "s") == " x ".join(ran)
+    emulated = ran != ("s8", "s8") or qtype == "int4"
+    assert row.is_emulated == emulated
+    assert ("* 1 contraction emulated" in str(found)) == emulated
+
+
+@pytest.mark.parametrize(
+    "platform, capability, runs",
+    [
+        ("gpu", "8.0", "f16 x f16"),
+        ("gpu", "8.9", "e4m3 x e4m3"),
+        ("gpu", "10.0", "e4m3 x e4m3"),
+        ("gpu", "gfx942", "e4m3 x e4m3"),
+        ("tpu", None, "e4m3 x e4m3"),
+    ],
+)
+def test_fp8_is_emulated_before_ada(platform, capability, runs):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    fp8 = [{"weight_qtype": "fp8", "act_qtype": "fp8"}]
+    with unittest.mock.patch.object(operands, "_device", lambda: device):
+        (row,) = mt.explain(nn.Dense(8), mt.QtProvider(fp8), jnp.ones((4, 8))).rows
+    assert (row.runs_as, row.is_emulated) == (runs, runs == "f16 x f16")
+
+
+@pytest.mark.parametrize("rules", [mt.QtProvider, mt.PtqProvider])
+@pytest.mark.parametrize("size, text", [(128, "int4/32x128"), (64, "int4/32x64")])
+def test_a_tile_reaches_over_the_other_summed_axes(rules, size, text):
+    layer, x = nn.DenseGeneral(6, axis=(-2, -1)), jnp.ones((8, 32, 128))
+    provider = rules([{"weight_qtype": "int4", "tile_size": size}])
+    (row,) = mt.explain(layer, provider, x).rows
+    assert row.fwd == ("f32", text)
+
+
+def test_tiles_of_all_three_passes():
+    """Each along what its own matmul sums."""
+    rule = mt.QtRule(
+        weight_qtype="int4", act_qtype="int8", bwd_qtype="int8", tile_size=64
+    )
+    layer = nn.DenseGeneral(256, axis=(-2, -1))
+    (row,) = mt.explain(layer, mt.QtProvider([rule]), jnp.ones((128, 32, 128))).rows
+    assert row.fwd == ("int8/32x64", "int4/32x64")
+    assert row.dlhs == ("int8/64", "int4/64")
+    assert row.drhs == ("int8/64", "int8/64")
+
+
+@pytest.mark.parametrize("qtype", ["int4", None])
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_are_not_the_weight(kind, qtype):
+    """Their rows are theirs, under scan and vmap too, and the weight below stays what it is."""
+    provider = mt.LoraProvider(rank=2, alpha=8.0, weight_qtype=qtype)
+    found = mt.explain(MODELS[kind](), provider, TOKENS)
+    adapters = [r for r in found.rows if r.is_adapter]
+    w, layers = t.WIDTH, t.LAYERS
+    sizes = {r.weight: r.weight_bytes for r in adapters}
+    stack = 4 * layers * w * 2
+    assert sizes == {
+        **{f"layers/{x}/kernel_lora_{y}": stack for x in "qkv" for y in "ab"},
+        "layers/experts/kernel_lora_a": stack * t.EXPERTS,
+        "layers/experts/kernel_lora_b": stack * t.EXPERTS,
+        "head/kernel_lora_a": 4 * w * 2,
+        "head/kernel_lora_b": 4 * 2 * t.VOCAB,
+    }
+    assert all(r.note == "adapter, in float" and not r.reason for r in adapters)
+    assert not set(adapters) & set(found.left_alone)
+    base = mt.explain(
+        MODELS[kind](), mt.PtqProvider([{"weight_qtype": qtype}]), TOKENS
+    ).totals
+    total = found.totals
+    assert total.weight_share == base.weight_share and (qtype is None) == (
+        base.weight_share == 0
+    )
+    assert (total.adapters, total.left_alone) == (len(adapters), base.left_alone)
+    assert f"{base.left_alone} left alone, 10 of adapters" in str(found)
+
+
+def test_adapters_of_einsums_and_convolutions():
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(8, (3, 3), name="conv")(x)
+            w = self.param("w", nn.initializers.ones, (8, 8))
+            return jnp.einsum("...d,de->...e", x, w)
+
+    for qtype in ("int8", None):
+        provider = mt.LoraProvider(rank=4, alpha=8.0, weight_qtype=qtype)
+        rows = mt.explain(Both(), provider, jnp.ones((2, 8, 8, 8))).rows
+        assert [r.weight for r in rows] == [
+            *("conv/kernel", "conv/kernel_lora_a", "conv/kernel_lora_b"),
+            *("w", "w_lora_a", "w_lora_b"),
+        ]
 
 
 def test_a_trace_that_two_modules_share():

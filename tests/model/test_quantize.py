@@ -130,16 +130,16 @@ def test_peak_memory_of_quantizing(donate, most, monkeypatch):
     before = held()
     model = Deep(nnx.Rngs(0))
     float_bytes, seen = held() - before, []
-    from midtread.providers import ptq
+    from midtread.providers import params
 
-    original = ptq._quantize_jit
+    original = params._quantize_jit
 
     def watched(*args):
         out = original(*args)
         seen.append(held() - before)
         return out
 
-    monkeypatch.setattr(ptq, "_quantize_jit", watched)
+    monkeypatch.setattr(params, "_quantize_jit", watched)
     x = jax.ShapeDtypeStruct((1, 256), jnp.float32)
     provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
     quantized = mt.quantize_model(model, provider, x, donate=donate)
@@ -359,6 +359,17 @@ def test_unused_rules_are_reported():
         )
 
 
+def test_a_rule_for_no_op_there_is_told_which_ops_there_are():
+    rules = [
+        mt.QuantizationRule(op_names=("dot_genral",), weight_qtype="int8"),
+        mt.QuantizationRule(module_path="elsewhere", op_names=("einsum",)),
+    ]
+    model = mt.quantize_model(nn.Dense(4), mt.PtqProvider(rules))
+    ops = r"op_names=\('dot_genral',\); ops there: dot_general; rule 1"
+    with pytest.warns(UserWarning, match=rf"{ops}.* paths near it: \[''\]"):
+        model.init(jax.random.key(0), X)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
@@ -390,9 +401,14 @@ def test_unused_rules_are_reported():
             "no method 'encode'",
         ),
         (
-            lambda: mt.quantize_params({"w": np.ones(3)}, {}),
+            lambda: mt.quantize_params({"w": nnx.Param(X)}, {}),
             TypeError,
-            "pure dict of jax.Array",
+            "pure dict of arrays: w is a Param",
+        ),
+        (
+            lambda: mt.quantize_params(nnx.state(NnxNet(nnx.Rngs(0))), {}),
+            TypeError,
+            "but a State: write nnx.to_pure_dict",
         ),
         (lambda: mt.quantize_params({"w": X}, {}), ValueError, "not found"),
     ],
@@ -410,6 +426,57 @@ def test_float_params_in_a_ptq_model_are_refused():
         ValueError, match="feeding an unquantized param .*/kernel is float"
     ):
         model.apply(nn.Dense(8).init(jax.random.key(0), X), X)
+
+
+def test_quantized_params_in_a_float_model_are_refused():
+    model = mt.quantize_model(
+        nn.Dense(8), mt.PtqProvider([mt.QuantizationRule(**INT8)])
+    )
+    quantized = model.init(jax.random.key(0), X)
+    trained = mt.quantize_model(nn.Dense(8), mt.QtProvider([mt.QtRule(**INT8)]))
+    for other in (nn.Dense(8), trained):
+        with pytest.raises(TypeError, match=r"quantized \(int8 .*under mt.PtqProvider"):
+            other.apply(quantized, X)
+
+
+def test_params_that_do_not_fit_are_named():
+    model = mt.quantize_model(
+        nn.Dense(6), mt.PtqProvider([mt.QuantizationRule(**INT8)])
+    )
+    shapes = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    params = nn.Dense(6).init(jax.random.key(0), X)["params"]
+    by_numpy = mt.quantize_params(jax.tree.map(np.asarray, params), shapes)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), by_numpy, mt.quantize_params(params, shapes))
+    )  # fmt: skip
+    kernel, rows = params["kernel"], X.shape[-1]
+    for bad in (kernel.T, kernel[:, :4]):
+        with pytest.raises(ValueError, match=rf"kernel does not fit.*\[{rows}, 6\]"):
+            mt.quantize_params(params | {"kernel": bad}, shapes)
+    with pytest.raises(ValueError, match="bias does not fit: it has shape"):
+        mt.quantize_params(params | {"bias": jnp.ones(7)}, shapes)
+    with pytest.raises(ValueError, match=r"write variables\['quant_stats'\]"):
+        mt.quantize_params(params, shapes, {"params": params})
+
+
+def test_static_scales_of_nnx_need_data():
+    rule = mt.QtRule(**INT8, act_static_scale=True)
+    ptq = lambda model, x: mt.quantize_model(model, mt.PtqProvider([rule]), x)
+    model = NnxNet(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="come from the example input"):
+        ptq(model, X)
+    with pytest.raises(ValueError, match="give quantize_model arrays"):
+        ptq(model, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    gathering = mt.quantize_model(model, mt.QtProvider([rule]), X)
+    with pytest.raises(ValueError, match="quant_stats is not initialized for"):
+        ptq(gathering, X)
+
+
+def test_a_quantized_nnx_weight_prints_in_a_line():
+    rule = mt.QuantizationRule(**INT8)
+    model = mt.quantize_model(NnxNet(nnx.Rngs(0)), mt.PtqProvider([rule]), X)
+    boxes = [v for _, m in nnx.iter_modules(model) for v in vars(m).values() if isinstance(v, mt.WithAux)]  # fmt: skip
+    assert boxes and all("QArray(int8 [" in repr(b) and "\n" not in repr(b) for b in boxes)  # fmt: skip
 
 
 def test_shape_drift_in_statistics_is_refused():

@@ -1,9 +1,11 @@
 """Rules: what they match, and what they refuse."""
 
+import jax.numpy as jnp
 import pytest
 
 import midtread as mt
 from midtread.model.rules import as_rules
+from midtread.providers.qt import recipe_of
 
 FIRST = [
     mt.QtRule(
@@ -59,6 +61,19 @@ def test_first_match_wins(path, op, expected):
             lambda: mt.QtProvider([{"weight_qtype": "int8", "speed": 9}]),
             "unknown field 'speed'",
         ),
+        (lambda: mt.QuantizationRule(tile_size=64.0), "write 64 for so many"),
+        (lambda: mt.QuantizationRule(tile_size={0: -1}), "below 0"),
+        (
+            lambda: mt.QtRule(recipe="qwix_int8", weight_qtype="int8"),
+            "leave out weight_qtype",
+        ),
+        (lambda: mt.QtRule(recipe="int8"), "unknown recipe 'int8'"),
+        (
+            lambda: recipe_of(
+                mt.QtRule(weight_qtype="mxfp4", tile_size=64), False, True
+            ),
+            "mxfp4 requires a tile size of 32",
+        ),
     ],
 )
 def test_bad_rules_are_named(build, message):
@@ -66,6 +81,17 @@ def test_bad_rules_are_named(build, message):
         build()
     with pytest.raises(TypeError, match="several names"):
         mt.QuantizationRule(op_names="einsum")
+    with pytest.raises(TypeError, match="write tile_size=128"):
+        mt.QuantizationRule(tile_size="128")
+    for rules in ("int8", mt.QtRule(), {"weight_qtype": "int8"}):
+        with pytest.raises(TypeError, match="rules are a list, not a"):
+            mt.QtProvider(rules)
+    with pytest.raises(TypeError, match=r"several axes: write \[1\]"):
+        mt.quantize(jnp.ones((2, 2)), "int8", channelwise_axes=1)
+
+
+def test_a_recipe_by_its_name():
+    assert mt.QtRule(recipe="qwix_int8") == mt.QtRule(recipe=mt.recipe("qwix_int8"))
 
 
 def test_rules_from_yaml(tmp_path):
@@ -73,10 +99,13 @@ def test_rules_from_yaml(tmp_path):
     path.write_text(
         "- module_path: mlp/.*\n  weight_qtype: int8\n  bwd_qtype: fp8\n- {}\n"
     )
-    rules = mt.load_rules(str(path), mt.QtRule)
+    rules = mt.load_rules(str(path))
+    assert rules == mt.load_rules(str(path), mt.QtRule)
     assert rules[0] == mt.QtRule(
         module_path="mlp/.*", weight_qtype="int8", bwd_qtype="fp8"
     )
+    path.write_text("- weight_qtype: int8\n")
+    assert type(mt.load_rules(str(path))[0]) is mt.QuantizationRule
     path.write_text("module_path: mlp")
     with pytest.raises(TypeError, match="should hold a list of rules"):
         mt.load_rules(str(path))

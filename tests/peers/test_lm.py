@@ -15,7 +15,7 @@ from midtread.providers import delayed
 from tests.lm.curves import curve
 from tests.peers import peer
 
-pytest.importorskip("omegaconf", reason="needs the extra midtread[train]")
+pytest.importorskip("omegaconf", reason="needs the extra train")
 
 (qwix,) = peer.load("qwix", "0.1.8", "qwix")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -26,7 +26,8 @@ from midtread.providers.adapters import (
     with_lora,
 )
 from midtread.providers.lora import LoraProvider, LoraRule, apply_lora_to_model
-from midtread.providers.ptq import PtqProvider, quantize_params
+from midtread.providers.params import quantize_params
+from midtread.providers.ptq import PtqProvider
 from tests.support import mesh
 
 NOT_ZERO = {"lora_b_initializer": initializers.normal(0.5)}  # so that B does something

@@ -8,7 +8,7 @@ grid; jax.export to StableHLO; litert-converter to a flatbuffer. No TensorFlow. 
 written whole or not at all. What stayed in float, and why, is stored in it, for
 `midtread.report.tflite.describe`.
 
-Needs `pip install midtread[litert]`.
+Needs `pip install '.[litert]'` in Midtread's folder.
 """
 
 import contextlib
@@ -219,7 +219,7 @@ def _require(name: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{name} is not installed, which LiteRT files need: "
-            "pip install midtread[litert] (Linux x86-64 and macOS)."
+            "run `pip install '.[litert]'` in Midtread's folder (Linux x86-64 and macOS)."
         ) from error
 
 

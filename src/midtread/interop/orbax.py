@@ -44,7 +44,8 @@ def _orbax():
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise ImportError(
-            "midtread.interop.orbax needs orbax: pip install 'midtread[orbax]'."
+            "midtread.interop.orbax needs orbax: "
+            "run `pip install '.[orbax]'` in Midtread's folder."
         ) from error
     return ocp
 

@@ -110,7 +110,7 @@ def _require(name: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{name.split('.')[0]} is not installed, which LiteRT files need: "
-            "pip install midtread[litert]."
+            "run `pip install '.[litert]'` in Midtread's folder."
         ) from error
 
 

@@ -32,7 +32,7 @@ from midtread.lm.build import some_tokens
 from midtread.lm.config import Config, Model, UsageError, require, section
 from midtread.lm.mesh import Layout, serving_layout
 from midtread.model.quantize import quantize_model
-from midtread.providers.ptq import quantize_params
+from midtread.providers.params import quantize_params
 
 FILE = "sizes.json"  # tells a quantized checkpoint from a run
 

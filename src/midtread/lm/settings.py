@@ -174,10 +174,11 @@ def _file(name: str) -> dict[str, Any]:
     require(path.is_file(), f"no such file: {name}.")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
-        raise UsageError(f"{name}{line} does not read as YAML.") from None
+        why = _reason(error)
+        raise UsageError(f"{name}{line} does not read as YAML: {why}.") from None
     require(
         isinstance(content, dict),
         f"{name} should hold keys and values, not a {type(content).__name__}.",
@@ -186,6 +187,12 @@ def _file(name: str) -> dict[str, Any]:
     for key in content:
         require(key in keys(), f"{name}: {_unknown(str(key))}")
     return content
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a file, in the few words that YAML or the system has for it."""
+    said = [getattr(error, name, None) for name in ("problem", "reason", "strerror")]
+    return next((text for text in said if text), str(error).splitlines()[0])
 
 
 # --- writing ----------------------------------------------------------------------------------

@@ -87,6 +87,12 @@ class WithAux:
     T = property(lambda self: flaxlib.unbox(self.array).T)
     mT = property(lambda self: flaxlib.unbox(self.array).mT)
 
+    def __array__(self, *_, **__):
+        raise TypeError(
+            f"a parameter is quantized ({self.how.format.name} {list(self.shape)}) and got where "
+            "an array is wanted: run the model under mt.PtqProvider, or mt.dequantize it."
+        )
+
     def __rmatmul__(self, other: Any) -> Any:
         return jnp.matmul(other, self)
 

@@ -3,18 +3,20 @@
 Rows that differ in a number of their path alone (layers/0, layers/1, ...) are printed as
 one; `rows` has them all. Shares of FLOPs are of the forward pass, and of both backward
 matmuls where a recipe quantizes those. A weight counts as quantized if every contraction
-that it enters, and every look-up that a rule is about, takes it in low bits.
+that it enters, and every look-up that a rule is about, takes it in low bits. Adapters are
+not weights of the model: their rows are counted apart.
 """
 
 import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from midtread.numerics.spec import Spec
+from midtread.numerics.formats import Format
 
 SHORT = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64",
@@ -27,11 +29,17 @@ def dtype_text(dtype: Any) -> str:
     return SHORT.get(name, name)
 
 
-def spec_text(spec: Spec) -> str:
-    """'int8', 'int4/128', 'float8_e4m3fn/128x128'."""
-    name = SHORT.get(spec.format.name, spec.format.name)
-    tiles = "x".join(f"{t:g}" for t in spec.tiles.values())
-    return f"{name}/{tiles}" if tiles else name
+def format_text(fmt: Format, tile: Sequence[int] = ()) -> str:
+    """'int8', 'int4/128', 'int4/32x128': with how many elements share a scale, axis by
+    axis.
+
+    >>> from midtread.numerics.formats import as_format
+    >>> format_text(as_format("fp8"), (1, 128, 128))
+    'e4m3/128x128'
+    """
+    name = SHORT.get(fmt.name, fmt.name)
+    shared = "x".join(f"{t:g}" for t in tile if t != 1) or "1"
+    return f"{name}/{shared}" if tile else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Row:
     quantized: tuple[bool, bool, bool] = (False, False, False)  # fwd, dlhs, drhs
     is_opaque: bool = False
     is_emulated: bool = False  # both operands are codes, multiplied in a wider dtype
+    is_adapter: bool = False  # a product with LoRA's A or B
 
     @property
     def is_quantized(self) -> bool:
@@ -81,6 +90,7 @@ class Row:
 class Totals:
     contractions: int
     left_alone: int
+    adapters: int
     opaque: int
     flops: int
     quantized_flops: int
@@ -101,9 +111,14 @@ class Totals:
         return share(self.quantized_weight_bytes, self.weight_bytes)
 
     def __str__(self) -> str:
-        kernels = f", {_count(self.opaque, 'opaque kernel')}" if self.opaque else ""
+        first = [_count(self.contractions, "contraction")]
+        first.append(f"{self.left_alone} left alone")
+        if self.adapters:
+            first.append(f"{self.adapters} of adapters")
+        if self.opaque:
+            first.append(_count(self.opaque, "opaque kernel"))
         lines = [
-            f"{_count(self.contractions, 'contraction')}, {self.left_alone} left alone{kernels}",
+            ", ".join(first),
             (
                 f"{100 * self.flops_share:.1f}% of {human(self.flops, 'FLOP')}, "
                 f"{100 * self.weight_share:.1f}% of {human(self.weight_bytes, 'B')} of "
@@ -150,7 +165,8 @@ class Coverage:
         )
         return Totals(
             contractions=len(real),
-            left_alone=sum(not r.is_quantized for r in real),
+            left_alone=sum(not r.is_quantized and not r.is_adapter for r in real),
+            adapters=sum(r.is_adapter for r in real),
             opaque=sum(r.is_opaque for r in self.rows),
             flops=sum(r.flops for r in real),
             quantized_flops=sum(r.flops for r in real if r.is_quantized),
@@ -175,7 +191,7 @@ class Coverage:
     @property
     def left_alone(self) -> tuple[Row, ...]:
         """Contractions, kernels and lookups that are not quantized; each has a reason."""
-        return tuple(r for r in self.rows if not r.is_quantized)
+        return tuple(r for r in self.rows if not (r.is_quantized or r.is_adapter))
 
     def __str__(self) -> str:
         trains = self.totals.backward_flops > 0

@@ -257,6 +257,10 @@ def make_rng(module: Any, name: str) -> jax.Array:
             f"no random stream {name!r}: set one with "
             f"model.set_attributes({RNGS}=nnx.Rngs({name}=0))."
         )
+    if name not in rngs and "default" not in rngs:
+        raise ValueError(
+            f"rngs has no stream {name!r}: write nnx.Rngs({name}=0), or nnx.Rngs(0) for all."
+        )
     return rngs[name]()
 
 

@@ -14,19 +14,18 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from midtread.model import flaxlib, intercept, jaxprs
+from midtread.model import flaxlib, intercept, jaxprs, operands
 from midtread.model.boxes import WithAux
-from midtread.model.coverage import Coverage, Param, Row, dtype_text, spec_text
+from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.provider import OPS
-from midtread.model.weights import find_param
-from midtread.numerics import views
-from midtread.numerics.dtypes import is_wide
-from midtread.numerics.formats import Format, as_format, dtype_bits
+from midtread.model.weights import ADAPTERS, find_param
+from midtread.numerics.formats import as_format, dtype_bits
 from midtread.numerics.qarray import QArray
-from midtread.ops.recipe import REUSE, Recipe
+from midtread.ops.recipe import Recipe
 from midtread.ops.witness import PREFIX
 
 LOOKUP = "take"
+ADAPTER = "adapter, in float"
 
 
 @dataclasses.dataclass
@@ -130,7 +129,9 @@ class Ledger:
     def __init__(self, provider, seen: Witness, params: dict[str, Param]):
         self.rules = provider._rules
         self.provider = type(provider).__name__
+        self.factors = getattr(provider, "_factors", {})  # of LoRA, by weight
         self.told, self.params = seen.told, params
+        self.contracted = {id(x.op) for x in self.told if isinstance(x, _Contraction)}
 
     def coverage(self, jaxpr: Any) -> Coverage:
         # What has no scope ran before the model did: it was being prepared.
@@ -168,8 +169,7 @@ class Ledger:
             elif f.name in jaxprs.CONTRACTIONS:
                 most[number] = max(f, most.get(number, f), key=lambda f: f.flops)
         for number, f in most.items():
-            text = " x ".join(map(dtype_text, f.dtypes))
-            runs.setdefault(number, text)
+            runs.setdefault(number, operands.multiplied(f))
         return runs
 
     def _row(self, f: jaxprs.Found, runs: dict[int, str]) -> Row | None:
@@ -195,15 +195,23 @@ class Ledger:
     def _engine_row(self, f: jaxprs.Found, entry: _Contraction, runs: str) -> Row:
         path, (lhs, rhs) = self._path(f), entry.operands
         times = f.times * math.prod(f.out.shape) // max(math.prod(entry.out.shape), 1)
-        recipe = entry.recipe or Recipe()
-        fwd = _operand(lhs, recipe.fwd.lhs), _operand(rhs, recipe.fwd.rhs)
+        c, recipe, tiled = entry.c, entry.recipe or Recipe(), self._tiles(entry.op)
+        fwd = (
+            operands.operand(
+                lhs, recipe.fwd.lhs, c, "lhs", tiled and bool(entry.weights[0])
+            ),
+            operands.operand(
+                rhs, recipe.fwd.rhs, c, "rhs", tiled and bool(entry.weights[1])
+            ),
+        )
         dlhs = drhs = None
         if entry.recipe is not None and self._trains(entry.op):
-            g = (entry.out, recipe.dlhs.g), (entry.out, recipe.drhs.g)
-            if _is_float(lhs):
-                dlhs = _operand(*g[0]), _slot(rhs, recipe.dlhs.rhs, fwd[1])
-            if _is_float(rhs):
-                drhs = _slot(lhs, recipe.drhs.lhs, fwd[0]), _operand(*g[1])
+            if operands.is_float(lhs):
+                g = operands.operand(entry.out, recipe.dlhs.g, c.dlhs, "lhs")
+                dlhs = g, operands.slot(rhs, recipe.dlhs.rhs, c.dlhs, "rhs", fwd[1])
+            if operands.is_float(rhs):
+                g = operands.operand(entry.out, recipe.drhs.g, c.drhs, "rhs")
+                drhs = operands.slot(lhs, recipe.drhs.lhs, c.drhs, "lhs", fwd[0]), g
         name = entry.weights[1] or entry.weights[0]
         weight, nbytes = self._weight(path, name)
         op = entry.op or _Op(entry.c.name, [])
@@ -213,11 +221,11 @@ class Ledger:
             op=op.op_id or op.name,
             shapes=(tuple(lhs.shape), tuple(rhs.shape)),
             rule=op.rule,
-            fwd=_texts(fwd),
-            dlhs=_texts(dlhs),
-            drhs=_texts(drhs),
+            fwd=operands.texts(fwd),
+            dlhs=operands.texts(dlhs),
+            drhs=operands.texts(drhs),
             runs_as=runs,
-            is_emulated=_is_emulated(fwd, runs),
+            is_emulated=operands.is_emulated(fwd, runs),
             times=times,
             flops=times * _flops(entry),
             bytes=times * sum(o.nbytes for o in fwd),
@@ -225,19 +233,30 @@ class Ledger:
             weight_bytes=nbytes,
             reason=reason,
             note=f.note,
-            quantized=tuple(_any(p) for p in (fwd, dlhs, drhs)),
+            quantized=tuple(operands.any_quantized(p) for p in (fwd, dlhs, drhs)),
         )
 
+    def _rule(self, op: _Op | None) -> Any:
+        return None if op is None or op.rule is None else self.rules[op.rule]
+
     def _trains(self, op: _Op | None) -> bool:
-        rule = None if op is None or op.rule is None else self.rules[op.rule]
+        rule = self._rule(op)
         return rule is None or hasattr(rule, "bwd_qtype")
 
+    def _tiles(self, op: _Op | None) -> bool:
+        """Whether the rule of an op tiles weights: of codes whose tile is the whole axis
+        the scale does not say so."""
+        rule = self._rule(op)
+        recipe = getattr(rule, "recipe", None)
+        weight = rule if recipe is None else recipe.fwd.rhs
+        return weight is not None and bool(weight.tiles)
+
     def _why_not(self, op: _Op, entry: _Contraction) -> str:
-        rule = self.rules[op.rule] if op.rule is not None else None
+        rule = self._rule(op)
         if rule is None:
             return "no rule matches" if entry.op else "float operands"
         kinds = [str(x.dtype) for x in entry.operands]
-        if not all(_is_float(x) for x in entry.operands):
+        if not all(operands.is_float(x) for x in entry.operands):
             what = " x ".join(kinds)
             return f"rule {op.rule} matches, but {what} is not float: left alone"
         if rule.act_qtype is None and not any(entry.weights):
@@ -246,18 +265,19 @@ class Ledger:
 
     def _plain_row(self, f: jaxprs.Found) -> Row:
         _, op = self._last(f, _Op)
-        path = self._path(f)
+        path, runs = self._path(f), operands.multiplied(f)
         op = op or _Op(f.name, [])
         weight, nbytes = self._weight(path, op.weights[0] if op.weights else None)
         texts = tuple(map(dtype_text, f.dtypes))
         bits = [math.prod(s) * dtype_bits(d) for s, d in zip(f.shapes, f.dtypes)]
-        return Row(
+        row = Row(
             path=path,
             op=op.op_id or op.name,
             shapes=f.shapes,
             rule=op.rule,
             fwd=texts,
-            runs_as=" x ".join(texts),
+            runs_as=runs,
+            is_emulated=runs != " x ".join(texts),
             times=f.times,
             flops=f.flops,
             bytes=f.times * sum(bits) // 8,
@@ -266,13 +286,46 @@ class Ledger:
             reason=self._why_plain(op),
             note=f.note,
         )
+        adapter = self._adapter(f, op, weight)
+        return self._adapter_row(row, adapter) if adapter else row
+
+    def _adapter(self, f: jaxprs.Found, op: _Op, weight: str) -> str:
+        """'_lora_a' or '_lora_b' if that is multiplied here beside a weight, else ''. A sum
+        over the rank is B's; of the others the weight's own is the engine's, or, left in
+        float, has no operand of A's shape."""
+        rule, factors = self._rule(op), self.factors.get(weight)
+        is_apart = id(op) in self.contracted
+        if not hasattr(rule, "rank") or not (is_apart or factors):
+            return ""
+        if f.flops == 2 * f.times * math.prod(f.out.shape) * rule.rank:
+            return ADAPTERS[1]
+        if is_apart:
+            return ADAPTERS[0]
+        a = tuple(factors.extents[x] for x in "".join(factors.a))
+        return ADAPTERS[0] if any(s[-len(a) :] == a for s in f.shapes) else ""
+
+    def _adapter_row(self, row: Row, adapter: str) -> Row:
+        """A row of A or B, which are in the weight's dtype, and in as many layers."""
+        factors, nbytes = self.factors.get(row.weight), 0
+        if factors:
+            axes = factors.a if adapter == ADAPTERS[0] else factors.b
+            size = lambda axes: math.prod(factors.shape(axes))
+            nbytes = row.weight_bytes * size(axes) // size(factors.weight)
+        return dataclasses.replace(
+            row,
+            weight=row.weight + adapter,
+            weight_bytes=nbytes,
+            reason="",
+            note="; ".join(x for x in (ADAPTER, row.note) if x),
+            is_adapter=True,
+        )
 
     def _why_plain(self, op: _Op) -> str:
         if not op.op_id:
             return "not intercepted: disable_interceptions, or a library's own"
         if op.rule is None:
             return "no rule matches"
-        rule = self.rules[op.rule]
+        rule = self._rule(op)
         recipe = getattr(rule, "recipe", None)
         if rule.weight_qtype is None and rule.act_qtype is None and recipe is None:
             return f"rule {op.rule} leaves it alone"
@@ -348,59 +401,6 @@ class Ledger:
                 )
             )
         return made
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operand:
-    text: str
-    quantized: bool
-    nbytes: int = 0
-    dtype: str = ""  # that its codes are multiplied in where nothing is emulated
-
-
-def _operand(x: Any, spec: Any) -> _Operand:
-    """What an operand is multiplied as."""
-    size = math.prod(x.shape)
-    if isinstance(x, QArray):
-        tiles = "x".join(
-            str(x.scale_tile_shape[a]) for a in sorted(views.tiled_axes(x))
-        )
-        text = f"{x.format.name}/{tiles}" if tiles else x.format.name
-        fmt = x.format
-        return _Operand(text, True, _packed(size, fmt), dtype_text(fmt.dtype))
-    if spec is not None and _is_float(x):
-        fmt = spec.format
-        text = spec_text(spec)
-        return _Operand(text, True, _packed(size, fmt), dtype_text(fmt.dtype))
-    return _Operand(dtype_text(x.dtype), False, size * dtype_bits(x.dtype) // 8)
-
-
-def _packed(size: int, fmt: Format) -> int:
-    return math.ceil(size * fmt.bits / 8)
-
-
-def _is_emulated(operands: tuple[_Operand, _Operand], runs: str) -> bool:
-    """Codes on both sides, but other dtypes are multiplied."""
-    if not all(o.quantized for o in operands) or runs.startswith("kernel"):
-        return False
-    return sorted(o.dtype for o in operands) != sorted(runs.split(" x "))
-
-
-def _slot(x: Any, slot: Any, forward: _Operand) -> _Operand:
-    """What the backward meets of an operand of the forward."""
-    return forward if slot is REUSE else _operand(x, slot)
-
-
-def _is_float(x: Any) -> bool:
-    return not isinstance(x, QArray) and is_wide(x.dtype)
-
-
-def _texts(operands: Any) -> tuple[str, str] | None:
-    return None if operands is None else (operands[0].text, operands[1].text)
-
-
-def _any(operands: Any) -> bool:
-    return operands is not None and any(o.quantized for o in operands)
 
 
 def _flops(entry: _Contraction) -> int:

@@ -21,7 +21,7 @@ import functools
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -181,11 +181,7 @@ class QuantizationProvider:
         module = intercept.current_module()
         path = flaxlib.path_of(module)
         self._paths.setdefault(path, set()).add(op_name)
-        matches = lambda rule: (
-            rule.matches(path, op_name)
-            and (op_name in rule.op_names or op_name not in self.named_only)
-        )
-        index = next((i for i, r in enumerate(self._rules) if matches(r)), None)
+        index = next(self._matching_rules(path, op_name), None)
         rule = None if index is None else self._rules[index]
         if index is not None:
             self._rule_matches[index] += 1
@@ -197,6 +193,13 @@ class QuantizationProvider:
         op_id = f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
         witness.rule(index, op_id)
         return rule, op_id
+
+    def _matching_rules(self, path: str, op_name: str) -> Iterator[int]:
+        """Which rules match an op of a module: the first one applies."""
+        for i, rule in enumerate(self._rules):
+            named = op_name in rule.op_names or op_name not in self.named_only
+            if named and rule.matches(path, op_name):
+                yield i
 
     def _counter(self, module: Any) -> collections.Counter:
         """Ops seen per module in this call; Linen modules that share a scope share it."""
@@ -247,17 +250,23 @@ class QuantizationProvider:
                 continue
             ops = f" with op_names={tuple(rule.op_names)}" if rule.op_names else ""
             line = f"rule {i}, module_path={rule.module_path!r}{ops}"
-            lines.append(f"{line}; {self._why_unused(rule)}")
+            lines.append(f"{line}; {self._why_unused(i)}")
         return "rules that matched nothing: " + "; ".join(lines) if lines else ""
 
-    def _why_unused(self, rule: QuantizationRule) -> str:
+    def _why_unused(self, index: int) -> str:
+        """What hides it, or else the ops where its path matches, or else near paths."""
+        rule, there = self._rules[index], set()
         for path, ops in self._paths.items():
             for op in ops:
-                if rule.matches(path, op):
-                    first = next(
-                        i for i, r in enumerate(self._rules) if r.matches(path, op)
-                    )
-                    return f"rule {first} comes first wherever it would match"
+                found = list(self._matching_rules(path, op))
+                if index in found:
+                    return f"rule {found[0]} comes first wherever it would match"
+            if re.fullmatch(rule.module_path, path):
+                there |= ops
+        if there and rule.op_names:
+            return f"ops there: {', '.join(sorted(there))}"
+        if there:
+            return f"ops there go by name only: write op_names={tuple(sorted(there))}"
         kinds: dict[str, str] = {}  # of layers with a number the first
         for path in self._paths:
             kinds.setdefault(re.sub(r"(?<![^/])\d+(?![^/])", "#", path), path)

@@ -13,6 +13,7 @@ Rules are plain data. `as_rules` also takes dicts, as they come out of YAML or J
 
 import dataclasses
 import difflib
+import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
 from midtread.numerics.rounding import ROUNDINGS
 from midtread.ops.recipe import Recipe
+from midtread.ops.recipe import recipe as named_recipe
+
+FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,8 @@ class QuantizationRule:
                 as_format(value)
             if field.name.endswith("_calibration_method") and value is not None:
                 calibration.parse(value)
+            if field.name.endswith("tile_size"):
+                _check_tile(field.name, value)
 
     def matches(self, path: str, op_name: str) -> bool:
         if self.op_names and op_name not in self.op_names:
@@ -80,6 +86,22 @@ class QuantizationRule:
         return {"summed": self.tile_size} if self.tile_size else {}
 
 
+def _check_tile(name: str, value: Any) -> None:
+    """A number of elements, a fraction of the axis, or a mapping to these; None or 0: none."""
+    for size in value.values() if isinstance(value, Mapping) else (value,):
+        if size is None:
+            continue
+        if not isinstance(size, numbers.Real) or isinstance(size, bool):
+            raise TypeError(f"{name}={value!r} is not a number: write {name}=128, say.")
+        if float(size) < 0:
+            raise ValueError(f"{name}={value!r} is below 0.")
+        if float(size) > 1 and not isinstance(size, numbers.Integral):
+            raise ValueError(
+                f"{name}={value!r} is not a whole number, and only up to 1.0 is it a part of "
+                f"the axis: write {round(float(size))} for so many elements."
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
     """A rule for training. Without `bwd_qtype` the backward stays in float (QAT).
@@ -92,7 +114,7 @@ class QtRule(QuantizationRule):
             'stochastic_rounding'.
         channelwise_noise_axes: axes with a noise of their own, for Qwix's two methods.
         additional_qt_config: overrides by the names of Qwix's DotGeneralQtConfig.
-        recipe: the whole recipe instead, for those who write their own.
+        recipe: the whole recipe instead, or the name of one (mt.recipe).
     """
 
     bwd_qtype: Any = None
@@ -102,10 +124,18 @@ class QtRule(QuantizationRule):
     bwd_stochastic_rounding: str | None = None
     channelwise_noise_axes: Sequence[int] = (0,)
     additional_qt_config: Mapping[str, Any] | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.recipe, str):
+            object.__setattr__(self, "recipe", named_recipe(self.recipe))
+        beside = [n for n in FORMATS if self.recipe and getattr(self, n) is not None]
+        if beside:
+            raise ValueError(
+                f"a rule with a recipe has its formats from there: leave out {beside[0]}, or "
+                "the recipe."
+            )
         if self.bwd_stochastic_rounding not in (None, *ROUNDINGS):
             raise ValueError(
                 f"unknown bwd_stochastic_rounding {self.bwd_stochastic_rounding!r}. "
@@ -132,6 +162,11 @@ def did_you_mean(
 
 def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
     """Rules from rules or dicts; a field that does not exist is named, with the nearest."""
+    if isinstance(rules, str | Mapping | QuantizationRule):
+        raise TypeError(
+            f"rules are a list, not a {type(rules).__name__}: write "
+            f"[mt.{kind.__name__}(weight_qtype='int8')], say."
+        )
     rules = list(rules)
     return [
         _from_dict(r, i, kind) if isinstance(r, Mapping) else r
@@ -149,8 +184,12 @@ def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
     return kind(**fields)
 
 
-def load_rules(path: str, kind: type = QuantizationRule) -> list[Any]:
-    """Rules from a YAML file: a list of mappings."""
+def load_rules(path: str, kind: type | None = None) -> list[Any]:
+    """Rules from a YAML file: a list of mappings.
+
+    Args:
+        kind: the class of rules; None: QtRule if some field is of training alone.
+    """
     import yaml  # flax brings it; nobody else needs it
 
     with open(path) as file:
@@ -159,4 +198,11 @@ def load_rules(path: str, kind: type = QuantizationRule) -> list[Any]:
         raise TypeError(
             f"{path} should hold a list of rules, not a {type(content).__name__}."
         )
+    if kind is None:
+        fields = {
+            name for rule in content if isinstance(rule, Mapping) for name in rule
+        }
+        training = {f.name for f in dataclasses.fields(QtRule)}
+        training -= {f.name for f in dataclasses.fields(QuantizationRule)}
+        kind = QtRule if fields & training else QuantizationRule
     return as_rules(content, kind)

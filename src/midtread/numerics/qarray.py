@@ -134,7 +134,15 @@ class QArray:
         along with its values where its extent allows, and whole elsewhere."""
         return self.map(lambda part: views.part_sharding(sharding, part.shape))
 
+    def __array__(self, *_, **__):
+        raise TypeError(
+            f"{self!r} is not an array: mt.dot, mt.einsum and the like take it, and "
+            "mt.dequantize makes an array of it."
+        )
+
     def __repr__(self) -> str:
+        if hasattr(self.qvalue, "get_value"):  # NNX: its parts are Variables
+            return repr(self.map(lambda part: part.get_value()))
         if not isinstance(
             self.qvalue, jax.Array
         ):  # abstract, or somebody's placeholder
@@ -349,7 +357,7 @@ def quantize(
     """
     spec = Spec(
         format=qtype,
-        channelwise_axes=tuple(channelwise_axes),
+        channelwise_axes=channelwise_axes,
         tiled_axes=tiled_axes or {},
         calibration=calibration_method,
         rounding=rounding,

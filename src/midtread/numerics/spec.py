@@ -56,6 +56,10 @@ class Spec:
         put("format", as_format(self.format))
         if not isinstance(self.calibration, calibration_.Calibration):
             put("calibration", calibration_.parse(self.calibration))
+        if isinstance(self.channelwise_axes, int | str):
+            raise TypeError(
+                f"channelwise_axes takes several axes: write [{self.channelwise_axes!r}]."
+            )
         put("channelwise_axes", tuple(self.channelwise_axes))
         tiles = dict(self.tiled_axes or {})
         put("tiled_axes", tuple(sorted(tiles.items(), key=str)))

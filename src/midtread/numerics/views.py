@@ -179,6 +179,15 @@ def _fill_unknown(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]
     return new
 
 
+def is_regrouped(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether axes are only merged or split: (8, 32, 64) and (256, 64), say, but neither
+    (100, 128) and (128, 100) nor other numbers of elements."""
+    if math.prod(old) != math.prod(new):
+        return False
+    many = lambda axes: sum(n != 1 for n in axes) > 1
+    return not any(many(a) and many(b) for a, b in _matching_groups(old, new))
+
+
 def _matching_groups(old: Sequence[int], new: Sequence[int]):
     """Shortest runs of axes with equal products, e.g. (2, 2, 6) -> (4, 1, 3, 2) gives
     [((2, 2), (4,)), ((), (1,)), ((6,), (3, 2))]."""

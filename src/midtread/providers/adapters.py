@@ -27,7 +27,8 @@ from midtread.model.boxes import WithAux
 from midtread.model.weights import ADAPTERS
 from midtread.numerics.qarray import dequantize
 from midtread.providers.lora import Factors, LoraProvider, as_lora_variable, join
-from midtread.providers.ptq import PtqProvider, quantize_like
+from midtread.providers.params import quantize_like
+from midtread.providers.ptq import PtqProvider
 
 _KIND, _HEADER = "midtread lora", "header"
 

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from midtread.model import flaxlib
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray, dequantize, validate
-from midtread.providers.ptq import value_at
+from midtread.providers.params import value_at
 
 PARTS = ("qvalue", "scale", "zero_point")
 _SAME = object()  # the default of act_qtype: the weights' own

@@ -10,7 +10,6 @@ Gradients flow straight through quantized activations, so that adapters can be t
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -35,6 +34,7 @@ from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import look_up, table_spec
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
+from midtread.providers.params import check_data, quantize_like, value_at
 
 
 class PtqProvider(QuantizationProvider):
@@ -220,7 +220,7 @@ class PtqProvider(QuantizationProvider):
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
         self._add_params(model, after)
-        needs_data, is_abstract = False, _is_abstract(model)
+        needs_run, learnt, is_abstract = False, {}, _is_abstract(model)
         for path, module in nnx.iter_modules(model):
             for name, box in vars(after[path]).items():
                 held = getattr(module, name, None)
@@ -235,8 +235,12 @@ class PtqProvider(QuantizationProvider):
                     )
                     setattr(module, name, made)
                 else:  # the scale of an activation
-                    needs_data = True
-        if needs_data:
+                    needs_run = True
+                    if box.how.calibration.method != "fixed":
+                        stat = getattr(module, name.removesuffix("_scale"), None)
+                        learnt[f"{running.path_of(module)}/{name}"] = stat
+        if needs_run:
+            check_data(learnt, (inputs, kwargs))
             getattr(model, method)(*inputs, **kwargs)
 
     def _add_params(self, model: nnx.Module, after: dict) -> None:
@@ -277,32 +281,6 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
     return {"min": at(low), "max": at(high)}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _quantize_jit(how: Spec, stacked: int, x: jax.Array) -> QArray:
-    quantize = functools.partial(quantize_by_spec, spec=how)
-    for _ in range(stacked):
-        quantize = jax.vmap(quantize)
-    return quantize(x)
-
-
-def quantize_like(box: WithAux, x: jax.Array) -> QArray:
-    """Quantizes as the box says. Layers under scan are one array with axes in front that
-    the layer, and so its Spec, does not know: as many as give the box's shapes."""
-    target = flaxlib.unbox(box.array)
-    x = x.reshape(target.shape)
-    for stacked in range(x.ndim):
-        try:
-            made = jax.eval_shape(functools.partial(_quantize_jit, box.how, stacked), x)
-        except ValueError:
-            continue  # an axis that the array inside does not have
-        if made.scale.shape == target.scale.shape:
-            return _quantize_jit(box.how, stacked, x)
-    raise ValueError(
-        f"{box.how} does not turn an array of shape {x.shape} into scales of shape "
-        f"{target.scale.shape}: was it made for another model?"
-    )
-
-
 def _is_box(x: Any) -> bool:
     return isinstance(x, WithAux | QArray)
 
@@ -333,79 +311,3 @@ def _specs(rule) -> tuple[Spec | None, Spec | None]:
         spec(rule.weight_qtype, rule.weight_calibration_method),
         spec(rule.act_qtype, rule.act_calibration_method),
     )
-
-
-def quantize_params(
-    params: Any,
-    abstract_quantized_params: Any,
-    quant_stats: Any = None,
-    *,
-    allow_extra_params: bool = False,
-) -> Any:
-    """Quantizes a float parameter tree for a model under PtqProvider.
-
-    Args:
-        params: nested dict of arrays; any subtree of the model's.
-        abstract_quantized_params: what the quantized model's `init` gives under
-            jax.eval_shape (Linen), or the quantized model itself (NNX).
-        quant_stats: statistics of a QAT model, for static activation scales.
-        allow_extra_params: drop parameters that the quantized model does not have.
-    """
-    out = {}
-    for path, param in flax.traverse_util.flatten_dict(params).items():
-        if not isinstance(param, jax.Array):
-            raise TypeError(
-                f"params is not a pure dict of jax.Array: {'/'.join(map(str, path))} is a "
-                f"{type(param).__name__}. Use nn.unbox or nnx.to_pure_dict first."
-            )
-        target = value_at(abstract_quantized_params, path)
-        if target is None:
-            if allow_extra_params:
-                continue
-            raise ValueError(f"{path} is not found in the abstract_quantized_params.")
-        if isinstance(target, WithAux):
-            value = quantize_like(target, param)
-            param = WithAux(value, target.how)
-        out[path] = param
-    out |= _static_scales(abstract_quantized_params, quant_stats or {})
-    if isinstance(abstract_quantized_params, nnx.Module):
-        out = nnx.to_pure_dict(nnx.state(out))
-    return flax.traverse_util.unflatten_dict(out)
-
-
-def _static_scales(abstract: Any, quant_stats: Any) -> dict:
-    out = {}
-    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(quant_stats))
-    for path in {p[:-1] for p in flat}:
-        stat = {p[-1]: v for p, v in flat.items() if p[:-1] == path}
-        if stat["count"] == 0:
-            raise ValueError(
-                f"quant_stats is not initialized for {path}: run the model on some data first."
-            )
-        scale_path = (*path[:-1], f"{path[-1]}_scale")
-        target = value_at(abstract, scale_path)
-        if not isinstance(target, WithAux):
-            raise ValueError(  # noqa: TRY004
-                f"the quantized model has no static scale at {scale_path}."
-            )
-        scales = compute_scales(
-            Average().range(stat), target.how.format, target.how.scale_rule
-        )
-        out[scale_path] = target.replace(array=scales.scale)
-        if scales.zero_point is not None:
-            out[(*path[:-1], f"{path[-1]}_zero_point")] = scales.zero_point
-    return out
-
-
-def value_at(obj: Any, path: tuple) -> Any:
-    """What is at a path of a tree or a model, None for nothing."""
-    for key in path:
-        if obj is None:
-            return None
-        if isinstance(obj, Mapping):
-            obj = obj.get(key)
-        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
-            obj = obj[key] if 0 <= key < len(obj) else None
-        else:
-            obj = getattr(obj, key, None)
-    return obj

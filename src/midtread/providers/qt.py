@@ -21,6 +21,7 @@ from midtread.model.rules import QtRule, QuantizationRule
 from midtread.model.weights import find_param
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
+from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
@@ -149,6 +150,17 @@ def _leaves_alone(rule: QtRule) -> bool:
     return rule.recipe is None and rule.weight_qtype is None and rule.act_qtype is None
 
 
+def _check_tile(rule: QtRule) -> None:
+    """Formats with tiles of their own take no other."""
+    for qtype in (rule.weight_qtype, rule.act_qtype):
+        tile = None if qtype is None else as_format(qtype).tile
+        if tile and rule.tile_size and {"summed": tile} != rule.tiles:
+            raise ValueError(
+                f"Format {as_format(qtype).name} requires a tile size of {tile}, but "
+                f"tile_size={rule.tile_size}: leave it out."
+            )
+
+
 def recipe_of(
     rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool, op: str = "dot_general"
 ) -> Recipe:
@@ -159,6 +171,7 @@ def recipe_of(
     """
     if rule.recipe is not None:
         return rule.recipe
+    _check_tile(rule)
     qtype = {True: rule.weight_qtype, False: rule.act_qtype}
     method = {True: rule.weight_calibration_method, False: rule.act_calibration_method}
     per_tensor = rule.disable_channelwise_axes

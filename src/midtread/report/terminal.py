@@ -34,9 +34,9 @@ class Terminal:
     def coverage(self, mode: str, lines: list, totals: Any) -> None:
         self.say(f"quantization: {mode}")
         table = Table(box=None)
-        table.add_column("where", overflow="fold")
-        for heading in ("times", "forward", "dlhs", "drhs", "of FLOPs"):
-            table.add_column(heading, no_wrap=True)
+        for heading in ("where", "times", "forward", "dlhs", "drhs", "of FLOPs"):
+            is_number = heading in ("times", "of FLOPs")
+            table.add_column(heading, overflow="fold", no_wrap=is_number)
         for line in lines:
             share = f"{100 * line.share:.1f}%"
             table.add_row(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -24,6 +25,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model
 from midtread.numerics.calibration import Average
 from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
+from midtread.providers import params as params_
 from midtread.providers.ptq import static_range
 
 ModelType = nn.Module | nnx.Module
@@ -313,3 +315,14 @@ def has_attribute(name: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def quantize_params(params: Any, *args: Any, **kwargs: Any) -> Any:
+    """Qwix refuses NumPy's arrays, which ours takes."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if isinstance(leaf, np.ndarray):
+            raise TypeError(
+                f"params is not a pure dict of jax.Array: {jax.tree_util.keystr(path)} is a "
+                "ndarray."
+            )
+    return params_.quantize_params(params, *args, **kwargs)

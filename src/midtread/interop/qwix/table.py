@@ -58,7 +58,7 @@ _SPARSITY = {
 _PTQ = {
     "WithAux": "model.boxes:WithAux",
     "PtqProvider": "providers.ptq:PtqProvider",
-    "quantize_params": "providers.ptq:quantize_params",
+    "quantize_params": "interop.qwix.models:quantize_params",
     "quantize_act": f"{_F}:quantize_act",
     "create_quantized_param": f"{_F}:create_quantized_param",
     "qarray": f"{_F}:qarray",
@@ -67,7 +67,7 @@ _PTQ = {
 _FLAX_UTIL = {
     "QuantStat": "model.flaxlib:QuantStat",
     "unbox": f"{_F}:unbox",
-    "get_value_from_path": "providers.ptq:value_at",
+    "get_value_from_path": "providers.params:value_at",
     **{
         name: f"{_F}:{name}"
         for name in (
@@ -113,7 +113,7 @@ MODULES: dict[str, dict[str, str]] = {
         "quantize": "numerics.qarray:quantize",
         "dequantize": "numerics.qarray:dequantize",
         "quantize_model": "model.quantize:quantize_model",
-        "quantize_params": "providers.ptq:quantize_params",
+        "quantize_params": "interop.qwix.models:quantize_params",
         "PtqProvider": "providers.ptq:PtqProvider",
         "BoxedParamProvider": "providers.ptq:PtqProvider",
         "QtProvider": "providers.qt:QtProvider",
@@ -180,7 +180,7 @@ MODULES: dict[str, dict[str, str]] = {
         "transform_block_specs_for_tpu": "kernels.blocks:fit_tpu",
     },
     "qwix._src.interception": {
-        "disable_interceptions": "model.intercept:disable_interceptions",
+        "disable_interceptions": "model.running:disable_interceptions",
         "Interceptor": f"{_F}:Interceptor",
         "wrap_func_intercepted": f"{_F}:wrap_func_intercepted",
         "get_attribute": f"{_F}:get_attribute",

@@ -1,0 +1,185 @@
+"""Parameters of a model under PtqProvider, from float ones.
+
+quantize_params(...)   a tree of them, for a model whose shapes are known
+quantize_like(...)     one, as a box says
+check_data(...)        whether static scales have data to be found from
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
+from midtread.numerics import views
+from midtread.numerics.calibration import Average
+from midtread.numerics.qarray import QArray, quantize_by_spec
+from midtread.numerics.scales import compute_scales
+from midtread.numerics.spec import Spec
+
+
+def quantize_params(
+    params: Any,
+    abstract_quantized_params: Any,
+    quant_stats: Any = None,
+    *,
+    allow_extra_params: bool = False,
+) -> Any:
+    """Quantizes a float parameter tree for a model under PtqProvider.
+
+    Args:
+        params: nested dict of arrays; any subtree of the model's.
+        abstract_quantized_params: what the quantized model's `init` gives under
+            jax.eval_shape (Linen), or the quantized model itself (NNX).
+        quant_stats: statistics of a QAT model, for static activation scales.
+        allow_extra_params: drop parameters that the quantized model does not have.
+    """
+    if not isinstance(params, Mapping) or isinstance(params, nnx.State):
+        raise TypeError(
+            f"params is not a pure dict of arrays but a {type(params).__name__}: write "
+            "nnx.to_pure_dict(nnx.state(model, nnx.Param)), or variables['params']."
+        )
+    out = {}
+    for path, param in flax.traverse_util.flatten_dict(params).items():
+        name = "/".join(map(str, path))
+        if not isinstance(param, jax.Array | np.ndarray):
+            raise TypeError(
+                f"params is not a pure dict of arrays: {name} is a {type(param).__name__}. "
+                "Use nn.unbox or nnx.to_pure_dict first."
+            )
+        target = value_at(abstract_quantized_params, path)
+        if target is None:
+            if allow_extra_params:
+                continue
+            raise ValueError(f"{path} is not found in the abstract_quantized_params.")
+        out[path] = _like(target, jnp.asarray(param), name)
+    out |= _static_scales(abstract_quantized_params, quant_stats or {})
+    if isinstance(abstract_quantized_params, nnx.Module):
+        out = nnx.to_pure_dict(nnx.state(out))
+    return flax.traverse_util.unflatten_dict(out)
+
+
+def _like(target: Any, param: jax.Array, name: str) -> Any:
+    """A parameter as the quantized model has it."""
+    if isinstance(target, WithAux):
+        try:
+            return WithAux(quantize_like(target, param), target.how)
+        except ValueError as error:
+            raise ValueError(f"{name} does not fit: {error}") from None
+    shape = getattr(flaxlib.unbox(target), "shape", param.shape)
+    if shape != param.shape:
+        raise ValueError(
+            f"{name} does not fit: it has shape {list(param.shape)}, and in the quantized "
+            f"model {list(shape)}."
+        )
+    return param
+
+
+def _static_scales(abstract: Any, quant_stats: Any) -> dict:
+    out = {}
+    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(quant_stats))
+    for path in {p[:-1] for p in flat}:
+        stat = {p[-1]: v for p, v in flat.items() if p[:-1] == path}
+        if "count" not in stat:
+            raise ValueError(
+                f"quant_stats has {'/'.join(map(str, path))}, which is no statistic: write "
+                "variables['quant_stats']."
+            )
+        if _is_empty(stat):
+            raise ValueError(
+                f"quant_stats is not initialized for {path}: run the model on some data first."
+            )
+        scale_path = (*path[:-1], f"{path[-1]}_scale")
+        target = value_at(abstract, scale_path)
+        if not isinstance(target, WithAux):
+            raise ValueError(  # noqa: TRY004
+                f"the quantized model has no static scale at {scale_path}."
+            )
+        scales = compute_scales(
+            Average().range(stat), target.how.format, target.how.scale_rule
+        )
+        out[scale_path] = target.replace(array=scales.scale)
+        if scales.zero_point is not None:
+            out[(*path[:-1], f"{path[-1]}_zero_point")] = scales.zero_point
+    return out
+
+
+def value_at(obj: Any, path: tuple) -> Any:
+    """What is at a path of a tree or a model, None for nothing."""
+    for key in path:
+        if obj is None:
+            return None
+        if isinstance(obj, Mapping):
+            obj = obj.get(key)
+        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
+            obj = obj[key] if 0 <= key < len(obj) else None
+        else:
+            obj = getattr(obj, key, None)
+    return obj
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _quantize_jit(how: Spec, stacked: int, x: jax.Array) -> QArray:
+    quantize = functools.partial(quantize_by_spec, spec=how)
+    for _ in range(stacked):
+        quantize = jax.vmap(quantize)
+    return quantize(x)
+
+
+def quantize_like(box: WithAux, x: jax.Array) -> QArray:
+    """Quantizes as the box says. Layers under scan are one array with axes in front that
+    the layer, and so its Spec, does not know: as many as give the box's shapes."""
+    target = flaxlib.unbox(box.array)
+    if not views.is_regrouped(x.shape, target.shape):
+        raise ValueError(
+            f"it has shape {list(x.shape)}, and in the quantized model {list(target.shape)}."
+        )
+    x = x.reshape(target.shape)
+    for stacked in range(x.ndim):
+        try:
+            made = jax.eval_shape(functools.partial(_quantize_jit, box.how, stacked), x)
+        except ValueError:
+            continue  # an axis that the array inside does not have
+        if made.scale.shape == target.scale.shape:
+            return _quantize_jit(box.how, stacked, x)
+    raise ValueError(
+        f"{box.how} does not turn an array of shape {x.shape} into scales of shape "
+        f"{target.scale.shape}: was it made for another model?"
+    )
+
+
+def check_data(scales: dict[str, Any], inputs: Any) -> None:
+    """Before static scales are found: {where: statistics, if it has some}."""
+    of = lambda names: ", ".join(names[:3]) + (" .." if names[3:] else "")
+    stats = {k: v for k, v in scales.items() if isinstance(v, flaxlib.QuantStat)}
+    empty = [name for name, stat in stats.items() if _is_empty(flaxlib.read(stat))]
+    if empty:
+        raise ValueError(
+            f"quant_stats is not initialized for {of(empty)}: run the model on some data first."
+        )
+    without = [name for name in scales if name not in stats]
+    leaves = jax.tree.leaves(inputs)
+    if without and any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise ValueError(
+            f"{of(without)} are static scales, and found from data: give quantize_model arrays, "
+            "or a model that a QtProvider ran on data, not shapes."
+        )
+    if without:
+        warnings.warn(
+            f"static scales of {of(without)} come from the example input of quantize_model, "
+            "and from nothing else: give it data, or run the model under a QtProvider first.",
+            stacklevel=2,
+        )
+
+
+def _is_empty(stat: Mapping) -> bool:
+    """Whether some statistic is of no data; in a trace nobody knows."""
+    count = stat["count"]
+    return not isinstance(count, jax.core.Tracer) and bool(jnp.any(count == 0))
