@@ -95,6 +95,10 @@ def make_every_format():
     return tree
 
 
+# its static scales, which are as good as any to be saved, or to be loaded over
+from_an_example = pytest.mark.filterwarnings("ignore:static scales of")
+
+
 @every_store
 def test_every_format_comes_back_bit_for_bit(store, tmp_path):
     store.save(tmp_path / "c", every_format())
@@ -115,6 +119,7 @@ def test_linen_variables(store, tmp_path):
 
 
 @every_store
+@from_an_example
 def test_nnx_models(store, tmp_path):
     store.save(tmp_path / "c", net(), rules=mt.PtqProvider(PTQ))
     target = mt.quantize_model(Net(nnx.Rngs(7)), mt.PtqProvider(PTQ), X)
@@ -510,6 +515,7 @@ def test_a_checkpoint_of_another_model(store, saved):
             store.load(path, target)
 
 
+@from_an_example
 def test_what_cannot_be_saved(tmp_path):
     for tree, text in (
         ({"a": jax.random.key(0)}, "a: .* cannot be saved"),
