@@ -96,11 +96,32 @@ def run(code, memory, **inputs):
     return registers
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "e4m3", "e5m2", "nf4"])
-def test_every_byte(name):
+def terms(code, scales):
+    """Slopes and starts as the threads make them, in bfloat16."""
+    values = [np.float32(v) * s for line, s in zip(code.lines, scales) for v in line]
+    return [packed([v, v], jnp.bfloat16) for v in values]
+
+
+def operands(code, first, given, scales):
+    given = [*given, *terms(code, scales)] if code.lines else given
+    return {f"${first + i}": word for i, word in enumerate(given)}
+
+
+ENDS = 1.05e12, 4.2e-25  # of the scales that slopes have room for
+CASES = [(name, None) for name in ("int4", "int8", "e4m3", "e5m2", "nf4")]
+CASES += itertools.product(("int4", "int8"), [(0.0107, 3.3), ENDS])
+
+
+@pytest.mark.parametrize(("name", "scales"), CASES)
+def test_every_byte(name, scales):
     """All bytes of a row, beside others of the next, as every warpgroup takes them."""
     fmt = as_format(name)
-    code, first = decode_ptx.code(fmt)
+    code, pair = (
+        make(fmt, scales is not None) for make in (decode_ptx.code, decode_ptx.paired)
+    )
+    factors = np.array(scales or (1, 1), np.float32).astype(jnp.bfloat16)
+    factors = factors.astype(np.float32)
+    unit = np.float32(2.0 ** decode_ptx.power(fmt, scales is not None))
     is_narrow = fmt.bits <= 4
     memory = {}
     if fmt.table is not None:
@@ -118,18 +139,17 @@ def test_every_byte(name):
     for at in range(64):
         two = [int(w[at]) for w in words]
         for j in takes:
-            given = {"$2": two[0], "$3": two[1], "$4": first + j * step, "$5": 0}
-            outs = [run(code, memory, **given)]
+            given = [*two, code.first + j * step, *([0] if memory else [])]
+            outs = [run(code.text, memory, **operands(code, 2, given, factors))]
             if fmt.table is None:  # 16 bits of both rows in one word
                 low, high = (w >> (8 if is_narrow else 16) * j & 0xFFFF for w in two)
-                outs += [
-                    run(decode_ptx.paired(fmt), memory, **{"$2": low | high << 16})
-                ]
+                given = operands(pair, 2, [low | high << 16], factors)
+                outs.append(run(pair.text, memory, **given))
             for out, h in itertools.product(outs, (0, 1)):
-                got = halves(out[f"${h}"], jnp.bfloat16)
+                got = halves(out[f"${h}"], jnp.bfloat16) * unit
                 if is_narrow:
-                    want = [v[4 * at + j, h] for v in values]
+                    want = [v[4 * at + j, h] * factors[h] for v in values]
                 else:
-                    want = [v[4 * at + 2 * j + h] for v in values]
+                    want = [v[4 * at + 2 * j + h] * factors[h] for v in values]
                 want = np.asarray(want, np.float32).astype(jnp.bfloat16)
                 np.testing.assert_array_equal(got, want.astype(np.float32))

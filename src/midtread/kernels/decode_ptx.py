@@ -8,14 +8,27 @@ made of
     $2 $3    four bytes of one row of the weight and of the next (`code`), and
     $4       the permute that takes this warpgroup's bytes of them
 
-Every value is exact in bfloat16 but a table's, whose entries are rounded. Integers are put
-into the mantissa of a float and the float is subtracted again. Logic runs at half the rate
-of arithmetic on an H200, so instructions are counted: beside the permute int4 takes 5 for 4
-values, of which 2 are logic, int8 7, nf4 5 and two loads where a thread wants whole words (13
+and behind these, for integers, a slope and a start for each column.
+
+Every value is exact in bfloat16 but a table's, whose entries are rounded. Logic runs at half the
+rate of arithmetic on an H200, so instructions are counted: beside the permute int4 takes 4 for 4
+values, of which 2 are logic, int8 5, nf4 5 and two loads where a thread wants whole words (13
 by permutes alone: 24 us, not 19).
+
+    Integers.  A byte in the low half of a bfloat16 is that byte times 2**-133: subnormals go on
+    into the smallest normals without a gap. So one multiply-add makes a value of it,
+
+        value 2**-power  =  bits slope + start        slope 2**(133 - power), start -128 2**-power
+
+    where the start takes away what flipping the sign bit has added. 2**133 is beyond bfloat16:
+    values come out times 2**-power, and so do sums, which are multiplied in the end. A scale in
+    bfloat16 can be in slope and start, and the product is rounded once, as if the two had been
+    multiplied. Then the slope wants room for the scale: from 2**-81 to 2**40.
 
 Where a kernel is interpreted, `values` decodes the same bytes without PTX.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,33 +43,22 @@ TABLE_BYTES = 256 * 32 * 4
 
 # Bodies find in `p` two codes of a row in its lower half, and those of the next row above.
 
-# A nibble in the low mantissa bits of 128 is 128 + u; signed codes flip their sign bit, which
-# adds 8, and both are subtracted again. The upper nibble is the middle of a float16's mantissa:
-# 2 (1 + 16 u / 1024), of which a multiplication makes 2 (1 + u / 1024), and these bits are
-# (128 + u) / 64 to a bfloat16. That saves a shift, which is logic.
 _INT4 = """
-    .reg .b32 q, one, off, sixteenth, rest, sixty_four;
-    mov.b32 one, 0x3f803f80; mov.b32 off, 0xc308c308; mov.b32 sixty_four, 0x42804280;
-    mov.b32 sixteenth, 0x2c002c00; mov.b32 rest, 0x3f803f80;
-    lop3.b32 q, p, 0x00f000f0, 0x40804080, 0x6a;
-    lop3.b32 p, p, 0x000f000f, 0x43084308, 0x6a;
-    fma.rn.f16x2 q, q, sixteenth, rest;
-    fma.rn.bf16x2 $0, p, one, off;
-    fma.rn.bf16x2 $1, q, sixty_four, off;
-"""  # lop3 0x6a: (a & b) ^ c; rest: 1.875 in float16
+    .reg .b32 q;
+    lop3.b32 q, p, 0x00f000f0, 0x00800080, 0x6a;
+    lop3.b32 p, p, 0x000f000f, 0x00080008, 0x6a;
+    fma.rn.bf16x2 $0, p, slope0, start0;
+    fma.rn.bf16x2 $1, q, slope1, start1;
+"""  # lop3 0x6a: (a & b) ^ c
 
-# Seven bits in the mantissa of 128, minus 128, or minus 256 under a sign.
 _INT8 = """
-    .reg .b32 q, a, b, one;
-    mov.b32 one, 0x3f803f80;
+    .reg .b32 q;
     shr.u32 q, p, 8;
-    lop3.b32 a, p, 0x007f007f, 0x43004300, 0xea;
-    lop3.b32 p, p, 0x00800080, 0xc300c300, 0xea;
-    lop3.b32 b, q, 0x007f007f, 0x43004300, 0xea;
-    lop3.b32 q, q, 0x00800080, 0xc300c300, 0xea;
-    fma.rn.bf16x2 $0, a, one, p;
-    fma.rn.bf16x2 $1, b, one, q;
-"""  # lop3 0xea: (a & b) | c
+    lop3.b32 p, p, 0x00ff00ff, 0x00800080, 0x6a;
+    lop3.b32 q, q, 0x00ff00ff, 0x00800080, 0x6a;
+    fma.rn.bf16x2 $0, p, slope0, start0;
+    fma.rn.bf16x2 $1, q, slope1, start1;
+"""
 
 # By float16, which holds either float8, and float32. e5m2 is the upper byte of a float16.
 _E4M3 = """
@@ -117,21 +119,48 @@ _BODIES = {  # and the permute of the first bytes, which later ones are added to
     "float8_e4m3fn": (_E4M3, 0x5410),
     "float8_e5m2": (_E5M2, 0x5410),
 }
+_UNITS = {"int4": (1, 16), "int8": (1, 1)}  # of an integer's bits, in $0 and in $1
 
 
-def code(fmt: Format) -> tuple[str, int]:
-    """The instructions for words of two rows, and their first permute."""
+class Code(NamedTuple):
+    text: str
+    first: int  # the permute of the first bytes
+    lines: tuple[tuple[float, float], ...] = ()  # slope and start for $0 and for $1
+
+
+def power(fmt: Format, is_scaled: bool) -> int:
+    """Values come out times 2**-power; `is_scaled` where slopes and starts are."""
+    if fmt.dtype.name not in _UNITS or fmt.table is not None:
+        return 0
+    return 45 if is_scaled else 6
+
+
+def code(fmt: Format, is_scaled: bool = False) -> Code:
+    """The instructions for words of two rows."""
     if fmt.table is not None:
-        return "{" + _TABLE + "}", 0x4440
-    body, first = _BODIES[fmt.dtype.name]
-    return "{.reg .b32 p; prmt.b32 p, $2, $3, $4;" + body + "}", first
+        return Code("{" + _TABLE + "}", 0x4440)
+    return _code(fmt, is_scaled, "prmt.b32 p, $2, $3, $4;", 5)
 
 
-def paired(fmt: Format) -> str:
+def paired(fmt: Format, is_scaled: bool = False) -> Code:
     """The instructions for a word that holds two rows; a table's want rows all the same."""
     if fmt.table is not None:
-        return code(fmt)[0]
-    return "{.reg .b32 p; mov.b32 p, $2;" + _BODIES[fmt.dtype.name][0] + "}"
+        return code(fmt)
+    return _code(fmt, is_scaled, "mov.b32 p, $2;", 3)
+
+
+def _code(fmt: Format, is_scaled: bool, start: str, count: int) -> Code:
+    """`start` makes `p` of the operands; slopes and starts are those from `count` on."""
+    (body, first), units = _BODIES[fmt.dtype.name], _UNITS.get(fmt.dtype.name, ())
+    one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (fmt.bits - 1)
+    lines = tuple((2.0**133 / unit * one, -zero * one) for unit in units)
+    names = [f"{name}{column}" for column in (0, 1) for name in ("slope", "start")]
+    terms = [
+        f".reg .b32 {name}; mov.b32 {name}, ${count + i};"
+        for i, name in enumerate(names)
+    ]
+    text = [".reg .b32 p;", start, *(terms if lines else ()), body]
+    return Code("{" + " ".join(text) + "}", first, lines)
 
 
 def as_bytes(codes_KN: jax.Array) -> jax.Array:

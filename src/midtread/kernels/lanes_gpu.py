@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from midtread.kernels.decode_ptx import Code
 from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
@@ -147,16 +148,16 @@ def asm(results: list, code: str, given: list, kinds: str):
 
 
 def decoded(
-    ref: Any, code: str, division: Division, table: Any = None, scale: Any = None
+    ref: Any, code: Code, division: Division, table: Any = None, scale: Any = None
 ) -> list[jax.Array]:
     """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
     bytes [rows, width] in shared memory.
 
     Args:
-        code: PTX that makes two registers of a word, or of the words of two rows with a
-            table (decode_ptx.py).
+        code: makes two registers of a word, or of the words of two rows with a table.
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
         scale: [groups of these rows, 256], float32 or bfloat16; a product is rounded once.
+            In bfloat16, the slopes of `code` are scaled, if it has any.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -178,12 +179,17 @@ def decoded(
                 words = _turned(ref, byte, rows, width)
             given = _given(words, half, table_here)
             factors = [_factors(at, size) for at in _starts(beside, column, size)]
+            factors = factors or [None]
+            is_folded = size == 2 and code.lines
+            lines = [terms(code, f if is_folded else None) for f in factors]
             registers = []
             for tile, these in enumerate(given):
-                for h, made in enumerate(pure(code, [word_type()] * 2, these)):
+                which = tile // tiles if tiles else 0
+                both = pure(code.text, [word_type()] * 2, [*these, *lines[which]])
+                for h, made in enumerate(both):
                     made = mgpu.utils.bitcast(made, pair)
-                    if factors:
-                        made = _product(made, factors[tile // tiles][h])
+                    if factors[which] and not is_folded:
+                        made = _product(made, factors[which][h])
                     registers.append(made)
             out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
         return out
@@ -250,6 +256,20 @@ def twice(word) -> list:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
     return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
+
+
+def terms(code: Code, factors: list | None) -> list:
+    """Slope and start of both columns, scaled by pairs of bfloat16 if there are any."""
+    pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
+    for h, line in enumerate(code.lines):
+        for number in line:
+            bits = int(np.float32(number).view(np.int32)) >> 16 & 0xFFFF
+            word = value(int(np.uint32(bits << 16 | bits).view(np.int32)))
+            if factors is not None:
+                made = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
+                word = mgpu.utils.bitcast(made, word_type())
+            words.append(word)
+    return words
 
 
 def _factors(start, size: int) -> list:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.decode_ptx import Code
 from midtread.kernels.lanes_gpu import (
     address_of,
     array,
@@ -30,6 +31,7 @@ from midtread.kernels.lanes_gpu import (
     plus,
     pure,
     shifted,
+    terms,
     times,
     twice,
     value,
@@ -61,7 +63,7 @@ def _places(ref, byte, c, line: int) -> list:
 
 def decoded(
     ref: Any,
-    code: tuple[str, int],
+    code: Code,
     bits: int,
     table: Any = None,
     scale: Any = None,
@@ -69,10 +71,10 @@ def decoded(
     """[64, rows] in bfloat16 of bytes [rows, width] in shared memory.
 
     Args:
-        code: PTX that makes two registers of the words of two rows, and the permute that
-            selects the first bytes of a word (decode_ptx.py).
+        code: makes two registers of the words of two rows.
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-        scale: [groups of these rows, columns of the program] in bfloat16.
+        scale: [groups of these rows, columns of the program] in bfloat16; the slopes of
+            `code` are scaled, if it has any.
     """
     rows, width = ref.shape
     line = min(128, width)
@@ -87,28 +89,26 @@ def decoded(
         beside = list(beside)
         i32 = word_type()
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        both = llvm.StructType.get_literal([i32, i32])
         column, c = _lane()
         byte = column if bits == 8 else shifted(column, 1)
         which = modulo(byte, 4)  # of the bytes of a word
         step = 0x1111 if table is None else 1
-        given = [plus(times(which, step), code[1])]
+        given = [plus(times(which, step), code.first)]
         if table is not None:
             lane = modulo(mgpu.thread_idx(), 32)
             given.append(llvm.ptrtoint(i32, address_of(beside.pop(0), times(lane, 4))))
-        factors = [twice(s) for s in _words(beside[0], column)] if beside else []
+        factors = [twice(s) for s in _words(beside[0], column)] if beside else [None]
+        folded = [terms(code, f) for f in factors]
         starts = _places(ref, flipped(byte, which), c, line)
         registers = []
         for tile in range(rows // 8):
             words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
-            words += given
-            kind = "=r,=r" + ",r" * len(words)
-            made = llvm.inline_asm(both, words, code[0], kind, asm_dialect=0)
-            for h in (0, 1):
-                neighbours = mgpu.utils.bitcast(llvm.extractvalue(i32, made, [h]), pair)
-                if factors:
-                    neighbours = arith.mulf(neighbours, factors[tile * 8 // group][h])
-                registers.append(neighbours)
+            factor, more = (found[tile * 8 // group] for found in (factors, folded))
+            for h, made in enumerate(pure(code.text, [i32] * 2, words + given + more)):
+                made = mgpu.utils.bitcast(made, pair)
+                if factor and not more:
+                    made = arith.mulf(made, factor[h])
+                registers.append(made)
         return array(registers, (64, rows), mgpu.WGMMA_LAYOUT)
 
     return decode(ref, *beside)

@@ -94,6 +94,13 @@ class Plan:
         return self.fmt.table is not None and self.native
 
     @property
+    def unit(self) -> float:
+        """What sums are to be multiplied by (decode_ptx.py)."""
+        if self.is_codes or not self.native:
+            return 1.0
+        return 2.0 ** decode_ptx.power(self.fmt, self.group is not None)
+
+    @property
     def inner(self) -> int:
         return inner(self.dtype)
 
@@ -212,7 +219,7 @@ def _multiply(plan: Plan, refs: Refs, wg, rows, part, row, j, first):
     """A block of the result; returns how many buffers were read."""
     total, s = _sums(plan, refs, wg, first, rows), None
     if not plan.group:
-        s = _scales(refs.scale.at[0, pl.ds(j * COLUMNS, COLUMNS)], plan, wg)
+        s = _scales(refs.scale.at[0, pl.ds(j * COLUMNS, COLUMNS)], plan, wg) * plan.unit
     _send(plan, refs, wg, total, s, (part, row, j * COLUMNS + wg * 64))
     return first + plan.chunks
 
@@ -266,7 +273,7 @@ def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
     if plan.native and plan.is_codes:
         return mixed_lanes_gpu.turned(block, dtype)
     if plan.native:
-        code = decode_ptx.code(plan.fmt)
+        code = decode_ptx.code(plan.fmt, plan.group is not None)
         return mixed_lanes_gpu.decoded(
             block, code, dtype_bits(dtype), refs.table_here, scale
         )
@@ -299,6 +306,8 @@ def _send(plan: Plan, refs: Refs, wg, total, s, corner):
         piece = total[:, r : r + OUT_ROWS].astype(jnp.float32)
         if s is not None:
             piece = piece * lax.broadcast_in_dim(s, piece.shape, [0])
+        elif plan.unit != 1:
+            piece = piece * plan.unit
         if plan.is_codes:
             layout = plgpu.Layout.WGMMA.reduce(0)
             mine = load_slice(refs.rows, row + r, OUT_ROWS, layout)

@@ -217,7 +217,7 @@ def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
         first = start // plan.group if plan.group < plan.blocks.k else 0
         scale = refs.scale_ring.at[at, pl.ds(first, plan.inner // group)]
     if plan.native:
-        code = decode_ptx.paired(plan.fmt)
+        code = decode_ptx.paired(plan.fmt, _is_folded(plan, refs))
         return lanes_gpu.decoded(block, code, division, refs.table_here, scale)
     values = decode_ptx.values(block[...], plan.fmt)
     if scale is not None:
@@ -237,10 +237,22 @@ def _multiply(plan: Plan, refs: Refs, me: Place, accs, at, start):
         plgpu.wgmma(acc, w, x)
 
 
+def _is_folded(plan: Plan, refs: Refs) -> bool:
+    """Whether values are scaled where they are decoded."""
+    if plan.by_warps or not plan.group:
+        return False
+    return refs.scale_ring.dtype == jnp.bfloat16
+
+
 def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
-    if plan.by_warps:
-        return _sums_by_warps(plan, refs, me)
+    found = (_sums_by_warps if plan.by_warps else _sums)(plan, refs, me)
+    power = decode_ptx.power(plan.fmt, _is_folded(plan, refs)) if plan.native else 0
+    return [one * 2.0**power for one in found] if power else found
+
+
+def _sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
+    """By wgmma, which reads what is decoded while the next is."""
     stages = plan.blocks.stages
 
     def block(i, accs):
