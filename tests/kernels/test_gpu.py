@@ -117,7 +117,7 @@ def test_streamed_blocks_fit():
             assert k % blocks.k == 0 and blocks.split <= k // blocks.k
             assert blocks.split % blocks.cluster == 0
             assert blocks.split * n // stream_gpu.COLUMNS <= 132
-            is_clustered = name == "int8" and n == 4096
+            is_clustered = name != "nf4" and n == 4096
             assert blocks.cluster == (6 if is_clustered else 1 if k == 128 else 2)
 
 

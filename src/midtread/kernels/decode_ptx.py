@@ -4,16 +4,20 @@
 
 made of
 
-    $2       a word of two rows' 16 bits (`paired`), as ldmatrix turns them; or
-    $2 $3    four bytes of one row of the weight and of the next (`code`), and
-    $4       the permute that takes this warpgroup's bytes of them
+    $2       a word of two rows' 16 bits, as ldmatrix turns them
+    $3 $4    slope and start of the first column, for integers
+    $5 $6    of the second
 
-and behind these, for integers, a slope and a start for each column.
+or, with a table, of
+
+    $2 $3    four bytes of one row of the weight and of the next
+    $4       the permute that takes one of them
+    $5       where the table starts, for this lane
 
 Every value is exact in bfloat16 but a table's, whose entries are rounded. Logic runs at half the
-rate of arithmetic on an H200, so instructions are counted: beside the permute int4 takes 4 for 4
-values, of which 2 are logic, int8 5, nf4 5 and two loads where a thread wants whole words (13
-by permutes alone: 24 us, not 19).
+rate of arithmetic on an H200, so instructions are counted: int4 takes 4 for 4 values, of which 2
+are logic, int8 5, nf4 5 and two loads where a thread wants whole words (13 by permutes alone:
+24 us, not 19).
 
     Integers.  A byte in the low half of a bfloat16 is that byte times 2**-133: subnormals go on
     into the smallest normals without a gap. So one multiply-add makes a value of it,
@@ -47,8 +51,8 @@ _INT4 = """
     .reg .b32 q;
     lop3.b32 q, p, 0x00f000f0, 0x00800080, 0x6a;
     lop3.b32 p, p, 0x000f000f, 0x00080008, 0x6a;
-    fma.rn.bf16x2 $0, p, slope0, start0;
-    fma.rn.bf16x2 $1, q, slope1, start1;
+    fma.rn.bf16x2 $0, p, $3, $4;
+    fma.rn.bf16x2 $1, q, $5, $6;
 """  # lop3 0x6a: (a & b) ^ c
 
 _INT8 = """
@@ -56,8 +60,8 @@ _INT8 = """
     shr.u32 q, p, 8;
     lop3.b32 p, p, 0x00ff00ff, 0x00800080, 0x6a;
     lop3.b32 q, q, 0x00ff00ff, 0x00800080, 0x6a;
-    fma.rn.bf16x2 $0, p, slope0, start0;
-    fma.rn.bf16x2 $1, q, slope1, start1;
+    fma.rn.bf16x2 $0, p, $3, $4;
+    fma.rn.bf16x2 $1, q, $5, $6;
 """
 
 # By float16, which holds either float8, and float32. e5m2 is the upper byte of a float16.
@@ -87,7 +91,7 @@ _E5M2 = """
 """
 
 # Two codes are the row of a table of pairs in shared memory: 256 rows of 32 words, one for each
-# lane, so that no two lanes want the same bank. $5 is where the lane's own column starts. The
+# lane, so that no two lanes want the same bank. The
 # low nibbles of both rows are put into one word and the high ones into another, which is done
 # once for the four bytes of a word where a thread wants them all.
 _TABLE = """
@@ -113,18 +117,17 @@ def pairs(table) -> np.ndarray:
     return np.ascontiguousarray(np.broadcast_to(words, TABLE))
 
 
-_BODIES = {  # and the permute of the first bytes, which later ones are added to
-    "int4": (_INT4, 0x4400),
-    "int8": (_INT8, 0x5410),
-    "float8_e4m3fn": (_E4M3, 0x5410),
-    "float8_e5m2": (_E5M2, 0x5410),
+_BODIES = {
+    "int4": _INT4,
+    "int8": _INT8,
+    "float8_e4m3fn": _E4M3,
+    "float8_e5m2": _E5M2,
 }
 _UNITS = {"int4": (1, 16), "int8": (1, 1)}  # of an integer's bits, in $0 and in $1
 
 
 class Code(NamedTuple):
     text: str
-    first: int  # the permute of the first bytes
     lines: tuple[tuple[float, float], ...] = ()  # slope and start for $0 and for $1
 
 
@@ -136,31 +139,14 @@ def power(fmt: Format, is_scaled: bool) -> int:
 
 
 def code(fmt: Format, is_scaled: bool = False) -> Code:
-    """The instructions for words of two rows."""
+    """The instructions, and for integers (slope, start) of both columns."""
     if fmt.table is not None:
-        return Code("{" + _TABLE + "}", 0x4440)
-    return _code(fmt, is_scaled, "prmt.b32 p, $2, $3, $4;", 5)
-
-
-def paired(fmt: Format, is_scaled: bool = False) -> Code:
-    """The instructions for a word that holds two rows; a table's want rows all the same."""
-    if fmt.table is not None:
-        return code(fmt)
-    return _code(fmt, is_scaled, "mov.b32 p, $2;", 3)
-
-
-def _code(fmt: Format, is_scaled: bool, start: str, count: int) -> Code:
-    """`start` makes `p` of the operands; slopes and starts are those from `count` on."""
-    (body, first), units = _BODIES[fmt.dtype.name], _UNITS.get(fmt.dtype.name, ())
+        return Code("{" + _TABLE + "}")
     one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (fmt.bits - 1)
+    units = _UNITS.get(fmt.dtype.name, ())
     lines = tuple((2.0**133 / unit * one, -zero * one) for unit in units)
-    names = [f"{name}{column}" for column in (0, 1) for name in ("slope", "start")]
-    terms = [
-        f".reg .b32 {name}; mov.b32 {name}, ${count + i};"
-        for i, name in enumerate(names)
-    ]
-    text = [".reg .b32 p;", start, *(terms if lines else ()), body]
-    return Code("{" + " ".join(text) + "}", first, lines)
+    text = ".reg .b32 p; mov.b32 p, $2;" + _BODIES[fmt.dtype.name]
+    return Code("{" + text + "}", lines)
 
 
 def as_bytes(codes_KN: jax.Array) -> jax.Array:

@@ -162,7 +162,8 @@ def decoded(
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     beside = [r for r in (table, scale) if r is not None]
-    types = [plgpu.RefType(SWIZZLED), *(plgpu.RefType() for _ in beside)]
+    order = in_order(min(128, width), jnp.int8)
+    types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
     tiles = 0 if scale is None else rows // 8 // scale.shape[0]  # of 8 rows, to a group
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
 
@@ -219,7 +220,8 @@ def _starts(refs: list, column, size: int) -> list:
         return []
     (ref,) = refs
     start = address_of(ref, times(column, size))
-    return [moved(start, i * COLUMNS * size) for i in range(ref.type.shape[0])]
+    count, columns = ref.type.shape
+    return [moved(start, i * columns * size) for i in range(count)]
 
 
 def _turned(ref, byte, rows: int, width: int) -> list:
@@ -227,7 +229,7 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     assert rows % 32 == 0, rows
     box = times(shifted(byte, 7), 1024)
     tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
-    start = line(ref, shifted(modulo(byte, 128), 4))
+    start = line(ref, shifted(modulo(byte, 128), 4), min(128, width))
     start = plus(start, box, times(tile, 8 * width))
     return [
         word
@@ -236,11 +238,12 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     ]
 
 
-def line(ref, unit):
-    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 bytes that is swizzled: row
-    lane % 8, and units of 16 bytes trade places by row."""
+def line(ref, unit, length: int = 128):
+    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 or 64 bytes that is swizzled:
+    row lane % 8, and units of 16 bytes trade places by row, or by two rows."""
     row = modulo(mgpu.thread_idx(), 8)
-    place = plus(times(row, 128), times(flipped(unit, row), 16))
+    turn = shifted(row, 0 if length == 128 else 1)
+    place = plus(times(row, length), times(flipped(unit, turn), 16))
     return llvm.ptrtoint(word_type(), address_of(ref, place))
 
 

@@ -1,13 +1,18 @@
 """What single threads of a warpgroup do in mixed_gpu: who holds which column, and how.
 
-    decoded    bytes in shared memory -> the left operand of wgmma, in registers
+    Lanes      who; lanes_gpu.decoded makes left operands of wgmma of their bytes
     turned     the same of 8-bit codes as they are
     scales     the numbers that belong to the columns of an accumulator
     lay        an accumulator -> shared memory, turned, as the copy engine wants it
 
-Lane (warp w, g, c) of warpgroup j holds columns 64 j + 16 w + 2 g + (0, 1) of a program's
-128, and of every 8 rows of the weight rows 2c and 2c + 1. To wgmma the two columns are rows
-g and g + 8 of its warp's 16: which column is which is free, as long as all agree.
+A program's 128 columns are two accumulators of 64, one for each warpgroup. Lane (warp w, g, c)
+holds of every 8 rows of the weight rows 2c and 2c + 1, and of accumulator j
+
+    4 bits   columns  64 j + 32 (w / 2) + 4 g + 2 (w % 2) + (0, 1)
+    8 bits   columns  64 j + 16 w + 2 g + (0, 1)
+
+To wgmma the two columns are rows g and g + 8 of its warp's 16: which column is which is free,
+as long as all agree.
 
 Codes that are turned have four neighbours along the sum in a register: of every 16 rows lane c
 holds 4c to 4c + 3.
@@ -15,12 +20,11 @@ holds 4c to 4c + 3.
 lanes_gpu.py, which does the same for stream_gpu, has the words for single threads.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.decode_ptx import Code
 from midtread.kernels.lanes_gpu import (
     address_of,
     array,
@@ -31,9 +35,7 @@ from midtread.kernels.lanes_gpu import (
     plus,
     pure,
     shifted,
-    terms,
     times,
-    twice,
     value,
     word_type,
 )
@@ -41,77 +43,43 @@ from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
 
-def _lane() -> tuple[Any, Any]:
-    """(first column, c) of this thread; its second column is the next one."""
-    thread = mgpu.thread_idx()
-    part = lambda shift, power: modulo(shifted(thread, shift), power)
-    c, g, w, j = part(0, 4), part(2, 8), part(5, 4), part(7, 4)
-    return plus(times(j, 64), times(w, 16), times(g, 2)), c
+class Lanes(NamedTuple):
+    """Whose columns are whose, as lanes_gpu.decoded asks for it."""
+
+    bits: int
+    wide: int = 1
+    shared: int = 1
+
+    def mine(self) -> list[Any]:
+        """This thread's one accumulator: that of its warpgroup."""
+        return [modulo(shifted(mgpu.thread_idx(), 7), 4)]
+
+    def place(self, j):
+        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        thread = mgpu.thread_idx()
+        g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
+        if self.bits == 4:
+            strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
+            column = plus(times(strip, 32), times(g, 4), times(pair, 2))
+            return column, times(strip, 16), pair
+        strip = plus(times(j, 64), times(w, 16))
+        return plus(strip, times(g, 2)), strip, 0
+
+    @property
+    def column(self):
+        return self.place(*self.mine())[0]
 
 
-def _places(ref, byte, c, line: int) -> list:
-    """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of `line` bytes, in which
-    units of 16 trade places by row."""
-    box = times(arith.divui(byte, value(line)), 8 * line)
-    within, found = modulo(byte, line), []
-    for odd in (0, 1):
-        row = plus(times(c, 2), odd)
-        unit = flipped(within, times(row if line == 128 else c, 16))
-        found.append(address_of(ref, plus(box, unit, times(row, line))))
-    return found
-
-
-def decoded(
-    ref: Any,
-    code: Code,
-    bits: int,
-    table: Any = None,
-    scale: Any = None,
-) -> jax.Array:
-    """[64, rows] in bfloat16 of bytes [rows, width] in shared memory.
-
-    Args:
-        code: makes two registers of the words of two rows.
-        table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-        scale: [groups of these rows, columns of the program] in bfloat16; the slopes of
-            `code` are scaled, if it has any.
-    """
-    rows, width = ref.shape
-    line = min(128, width)
-    group = rows if scale is None else rows // scale.shape[0]
-    result = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    beside = [x for x in (table, scale) if x is not None]
-    kinds = plgpu.RefType(in_order(line, jnp.int8)), *[plgpu.RefType() for _ in beside]
-
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=result)
-    def decode(ctx, ref, *beside):
-        del ctx
-        beside = list(beside)
-        i32 = word_type()
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        column, c = _lane()
-        byte = column if bits == 8 else shifted(column, 1)
-        which = modulo(byte, 4)  # of the bytes of a word
-        step = 0x1111 if table is None else 1
-        given = [plus(times(which, step), code.first)]
-        if table is not None:
-            lane = modulo(mgpu.thread_idx(), 32)
-            given.append(llvm.ptrtoint(i32, address_of(beside.pop(0), times(lane, 4))))
-        factors = [twice(s) for s in _words(beside[0], column)] if beside else [None]
-        folded = [terms(code, f) for f in factors]
-        starts = _places(ref, flipped(byte, which), c, line)
-        registers = []
-        for tile in range(rows // 8):
-            words = [llvm.load(i32, moved(at, tile * 8 * width)) for at in starts]
-            factor, more = (found[tile * 8 // group] for found in (factors, folded))
-            for h, made in enumerate(pure(code.text, [i32] * 2, words + given + more)):
-                made = mgpu.utils.bitcast(made, pair)
-                if factor and not more:
-                    made = arith.mulf(made, factor[h])
-                registers.append(made)
-        return array(registers, (64, rows), mgpu.WGMMA_LAYOUT)
-
-    return decode(ref, *beside)
+def _places(ref, byte) -> list:
+    """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of 128 bytes, in which units
+    of 16 trade places by row."""
+    c, box = modulo(mgpu.thread_idx(), 4), times(shifted(byte, 7), 1024)
+    rows = [plus(times(c, 2), odd) for odd in (0, 1)]
+    within = [flipped(modulo(byte, 128), times(row, 16)) for row in rows]
+    return [
+        address_of(ref, plus(box, unit, times(row, 128)))
+        for row, unit in zip(rows, within)
+    ]
 
 
 def turned(ref: Any, dtype) -> jax.Array:
@@ -166,15 +134,7 @@ def _line(ref, row):
     return llvm.ptrtoint(word_type(), address_of(ref, place))
 
 
-def _words(ref, column) -> list:
-    """Of each row of [.., columns] in bfloat16: this thread's two, in one register."""
-    i32 = word_type()
-    count, columns = ref.type.shape
-    start = address_of(ref, times(column, 2))
-    return [llvm.load(i32, moved(start, i * columns * 2)) for i in range(count)]
-
-
-def scales(ref: Any) -> jax.Array:
+def scales(ref: Any, lanes: Lanes) -> jax.Array:
     """[64] of a program's float32 numbers, one for each column, in any memory."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout)
@@ -183,7 +143,7 @@ def scales(ref: Any) -> jax.Array:
     def load(ctx, ref):
         del ctx
         one = ir.VectorType.get((1,), ir.F32Type.get())
-        start = address_of(ref, times(_lane()[0], 4))
+        start = address_of(ref, times(lanes.column, 4))
         registers = [llvm.load(one, moved(start, 4 * h)) for h in (0, 1)]
         return array(registers, (64,), mgpu.WGMMA_ROW_LAYOUT)
 
@@ -191,7 +151,7 @@ def scales(ref: Any) -> jax.Array:
     return run(ref)
 
 
-def lay(ref: Any, sums: jax.Array) -> None:
+def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
     """Writes [64, M] into [M, 64] in shared memory, float32 or bfloat16."""
     size = jnp.dtype(ref.dtype).itemsize
     columns = 128 // size
@@ -202,9 +162,8 @@ def lay(ref: Any, sums: jax.Array) -> None:
         del ctx
         both = ir.VectorType.get((2,), ir.F32Type.get())
         narrow = ir.VectorType.get((2,), ir.BF16Type.get())
-        column, c = _lane()
-        byte = times(modulo(column, 64), size)
-        starts = _places(ref, byte, c, 128)
+        byte = times(modulo(lanes.column, 64), size)
+        starts = _places(ref, byte)
         for tile, pair in enumerate(sums.registers.reshape(-1, 2)):  # [8 rows, column]
             for odd, start in enumerate(starts):
                 packed = llvm.mlir_undef(both)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import decode_ptx, mixed_lanes_gpu
+from midtread.kernels import decode_ptx, lanes_gpu, mixed_lanes_gpu
 from midtread.kernels.pallas_compat import (
     load_slice,
     num_cores,
@@ -103,6 +103,10 @@ class Plan:
     @property
     def inner(self) -> int:
         return inner(self.dtype)
+
+    @property
+    def lanes(self) -> mixed_lanes_gpu.Lanes:
+        return mixed_lanes_gpu.Lanes(dtype_bits(self.fmt.dtype))
 
     @property
     def wide(self):
@@ -274,9 +278,7 @@ def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
         return mixed_lanes_gpu.turned(block, dtype)
     if plan.native:
         code = decode_ptx.code(plan.fmt, plan.group is not None)
-        return mixed_lanes_gpu.decoded(
-            block, code, dtype_bits(dtype), refs.table_here, scale
-        )
+        return lanes_gpu.decoded(block, code, plan.lanes, refs.table_here, scale)[0]
     if plan.is_codes:
         values = lax.bitcast_convert_type(block[...], dtype)
     else:
@@ -290,7 +292,7 @@ def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
 def _scales(ref, plan: Plan, wg):
     """Of a warpgroup's columns, from those of a program."""
     if plan.native:
-        return mixed_lanes_gpu.scales(ref)
+        return mixed_lanes_gpu.scales(ref, plan.lanes)
     return lax.dynamic_slice_in_dim(ref[...], wg * 64, 64)
 
 
@@ -314,7 +316,7 @@ def _send(plan: Plan, refs: Refs, wg, total, s, corner):
             piece = piece * lax.broadcast_in_dim(mine, piece.shape, [1])
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         if plan.native:
-            mixed_lanes_gpu.lay(slot, piece)
+            mixed_lanes_gpu.lay(slot, piece, plan.lanes)
         else:
             slot[...] = piece.T.astype(slot.dtype)
         plgpu.commit_smem()

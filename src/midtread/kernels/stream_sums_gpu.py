@@ -217,7 +217,7 @@ def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
         first = start // plan.group if plan.group < plan.blocks.k else 0
         scale = refs.scale_ring.at[at, pl.ds(first, plan.inner // group)]
     if plan.native:
-        code = decode_ptx.paired(plan.fmt, _is_folded(plan, refs))
+        code = decode_ptx.code(plan.fmt, _is_folded(plan, refs))
         return lanes_gpu.decoded(block, code, division, refs.table_here, scale)
     values = decode_ptx.values(block[...], plan.fmt)
     if scale is not None:
@@ -283,7 +283,7 @@ def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     """By instructions that warps wait for. Each group is a sum of its own."""
     stages, k, division = plan.blocks.stages, plan.blocks.k, plan.division
     step = min(k, plan.group or k)  # rows under one scale
-    code = decode_ptx.paired(plan.fmt)
+    code = decode_ptx.code(plan.fmt)
 
     def block(i, totals):
         slot = lax.rem(i, stages)
