@@ -103,8 +103,10 @@ def terms(code, scales):
 
 
 ENDS = 1.05e12, 4.2e-25  # of the scales that slopes have room for
-CASES = [(name, None) for name in ("int4", "int8", "e4m3", "e5m2", "nf4")]
-CASES += itertools.product(("int4", "int8"), [(0.0107, 3.3), ENDS])
+CASES = [
+    *itertools.product(("int4", "int8", "e4m3", "e5m2", "nf4"), [None]),
+    *itertools.product(("int4", "int8"), [(0.0107, 3.3), ENDS]),
+]
 
 
 @pytest.mark.parametrize(("name", "scales"), CASES)

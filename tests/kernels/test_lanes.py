@@ -1,12 +1,13 @@
-"""Who holds which column in stream_gpu, told by numbers instead of threads."""
+"""Who holds which column in stream_gpu and mixed_gpu, told by numbers instead of threads."""
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
-from midtread.kernels import lanes_gpu, stream_sums_gpu, turn_gpu
+from midtread.kernels import lanes_gpu, mixed_lanes_gpu, threads_gpu, turn_gpu
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ DIVISIONS = [(4, 4, 4), (4, 4, 8), (4, 1, 1), (8, 2, 1), (8, 1, 1), (8, 2, 2)]
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
-    extents, axes = stream_sums_gpu.order(bits)
+    extents, axes = lanes_gpu.order(bits)
     columns = np.arange(256).reshape(extents).transpose(axes).reshape(4, 64)
     for thread in range(128):
         stand(thread)
@@ -30,6 +31,34 @@ def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
         for j in range(4):
             first: Any = lanes_gpu.Division(bits, 4).place(j)[0]
             assert columns[j, [row, row + 8]].tolist() == [first, first + 1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
+    """Every column once, and of bytes 2g and 2g + 1 of a strip the one that is decoded."""
+    lanes, found = mixed_lanes_gpu.Lanes(bits), []
+    for thread in range(0, 256, 4):  # one of the four that hold the same columns
+        stand(thread)
+        place: Any = lanes.place(*lanes.mine())
+        column, strip, pair = place
+        byte = strip + 2 * (thread // 4 % 8) + pair
+        assert column * bits // 8 == byte and strip % 16 == 0
+        found += [column, column + 1]
+        assert column // 64 == thread // 128
+    assert sorted(found) == list(range(128))
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_lines_are_where_the_copy_engine_puts_them(length, stand, monkeypatch):
+    """Units of 16 bytes, as CUDA swizzles them: bits 7 and up of an address turn 4 and up."""
+    monkeypatch.setattr(threads_gpu, "address_of", lambda ref, offset: offset)
+    monkeypatch.setattr(threads_gpu.llvm, "ptrtoint", lambda kind, address: address)
+    monkeypatch.setattr(threads_gpu, "word_type", lambda: None)
+    for row, unit in itertools.product(range(8), range(length // 16)):
+        stand(row)
+        plain = row * length + unit * 16
+        turned = plain ^ (plain >> 7) % (length // 16) * 16
+        assert threads_gpu.line(None, unit, length) == turned
 
 
 @pytest.mark.parametrize(("bits", "wide", "deep"), DIVISIONS)

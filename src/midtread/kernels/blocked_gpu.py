@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.lanes_gpu import asm, plus, shifted, value
 from midtread.kernels.matmul_gpu import (
     Job,
     in_order,
@@ -37,6 +36,12 @@ from midtread.kernels.pallas_compat import (
     pl,
     plgpu,
     transposed,
+)
+from midtread.kernels.threads_gpu import (
+    asm,
+    plus,
+    shifted,
+    value,
 )
 
 TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8

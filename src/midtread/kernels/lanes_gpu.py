@@ -3,9 +3,6 @@
     decoded    bytes in shared memory -> left operands of tensor cores, in registers
     scales     the numbers that belong to the columns of an accumulator
 
-Pallas has no word for "this register of this thread": inline_mgpu takes functions that build
-Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
-
 A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
 of the weight rows 2c and 2c + 1, and of accumulator j
 
@@ -18,19 +15,46 @@ A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups sha
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from midtread.kernels.decode_ptx import Code
 from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+from midtread.kernels.threads_gpu import (
+    address_of,
+    array,
+    line,
+    matrices,
+    modulo,
+    moved,
+    plus,
+    pure,
+    shifted,
+    times,
+    twice,
+    two_of,
+    value,
+    word_type,
+)
 
 COLUMNS, ACCUMULATORS = 256, 4
 SWIZZLED = in_order(128, jnp.int8)
+
+
+class Holders(Protocol):
+    """Who holds which column: a Division, or mixed_gpu's Lanes."""
+
+    @property
+    def wide(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    def mine(self) -> list[Any]: ...
+    def place(self, j) -> tuple[Any, Any, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,82 +97,11 @@ class Division:
         return plus(strip, times(g, 2)), strip, 0
 
 
-# --- numbers that may be known ----------------------------------------------------------------
-
-
-def word_type():
-    return ir.IntegerType.get_signless(32)
-
-
-def value(v):
-    return mgpu.c(v, word_type()) if isinstance(v, int) else v
-
-
-def _by(known, op):
-    def run(a, b):
-        if isinstance(a, int) and isinstance(b, int):
-            return known(a, b)
-        return op(value(a), value(b))
-
-    return run
-
-
-_added = _by(lambda a, b: a + b, lambda a, b: arith.addi(a, b))
-times = _by(lambda a, b: a * b, lambda a, b: arith.muli(a, b))
-shifted = _by(lambda a, b: a >> b, lambda a, b: arith.shrui(a, b))
-_masked = _by(lambda a, b: a & b, lambda a, b: arith.andi(a, b))
-flipped = _by(lambda a, b: a ^ b, lambda a, b: arith.xori(a, b))
-
-
-def plus(*terms):
-    return functools.reduce(_added, terms)
-
-
-def modulo(a, power: int):
-    return _masked(a, power - 1)
-
-
-def address_of(ref, offset):
-    """The address of a byte of a ref."""
-    i8 = ir.IntegerType.get_signless(8)
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [value(offset)], i8)
-
-
-def moved(address, by: int):
-    """The address that lies so many bytes on."""
-    return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
-
-
-def pure(code: str, results: list, given: list) -> list:
-    """Results of inline PTX that has no effect beside them, on words and float32."""
-    letter = lambda t: "f" if t == ir.F32Type.get() else "r"
-    kinds = [f"={letter(t)}" for t in results] + [letter(v.type) for v in given]
-    kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
-    out = llvm.inline_asm(kind, given, code, ",".join(kinds), asm_dialect=0)
-    return _each(out, results)
-
-
-def _each(out, types: list) -> list:
-    if len(types) < 2:
-        return [out]
-    return [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
-
-
-def asm(results: list, code: str, given: list, kinds: str):
-    """Inline PTX with an effect on memory; its results."""
-    kind = ir.Type.parse("!llvm.void")
-    if results:
-        kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
-    kinds += ",~{memory}" if kinds else "~{memory}"
-    how = {"has_side_effects": True, "asm_dialect": 0}
-    return _each(llvm.inline_asm(kind, given, code, kinds, **how), results)
-
-
 # --- decoding ---------------------------------------------------------------------------------
 
 
 def decoded(
-    ref: Any, code: Code, division: Division, table: Any = None, scale: Any = None
+    ref: Any, code: Code, division: Holders, table: Any = None, scale: Any = None
 ) -> list[jax.Array]:
     """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
     bytes [rows, width] in shared memory.
@@ -156,15 +109,15 @@ def decoded(
     Args:
         code: makes two registers of a word, or of the words of two rows with a table.
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
-        scale: [groups of these rows, 256], float32 or bfloat16; a product is rounded once.
-            In bfloat16, the slopes of `code` are scaled, if it has any.
+        scale: [groups of these rows, columns], float32 or bfloat16; a product is rounded
+            once. In bfloat16, the slopes of `code` are scaled, if it has any.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     beside = [r for r in (table, scale) if r is not None]
     order = in_order(min(128, width), jnp.int8)
     types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
-    tiles = 0 if scale is None else rows // 8 // scale.shape[0]  # of 8 rows, to a group
+    num_groups = 1 if scale is None else scale.shape[0]
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=types, return_type=[one] * division.wide)
@@ -178,20 +131,15 @@ def decoded(
             column, byte, half = division.place(j)
             if a % division.shared == 0 or division.wide == 1:
                 words = _turned(ref, byte, rows, width)
-            given = _given(words, half, table_here)
-            factors = [_factors(at, size) for at in _starts(beside, column, size)]
-            factors = factors or [None]
-            is_folded = size == 2 and code.lines
-            lines = [terms(code, f if is_folded else None) for f in factors]
+            starts = _starts(beside, column, size) or [None]
+            scaling = [_scaling(code, at, size) for at in starts]
             registers = []
-            for tile, these in enumerate(given):
-                which = tile // tiles if tiles else 0
-                both = pure(code.text, [word_type()] * 2, [*these, *lines[which]])
+            for tile, given in enumerate(_given(words, half, table_here)):
+                terms, factors = scaling[tile * num_groups // (rows // 8)]
+                both = pure(code.text, [word_type()] * 2, [*given, *terms])
                 for h, made in enumerate(both):
                     made = mgpu.utils.bitcast(made, pair)
-                    if factors[which] and not is_folded:
-                        made = _product(made, factors[which][h])
-                    registers.append(made)
+                    registers.append(_product(made, factors[h]) if factors else made)
             out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
         return out
 
@@ -238,48 +186,32 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     ]
 
 
-def line(ref, unit, length: int = 128):
-    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 or 64 bytes that is swizzled:
-    row lane % 8, and units of 16 bytes trade places by row, or by two rows."""
-    row = modulo(mgpu.thread_idx(), 8)
-    turn = shifted(row, 0 if length == 128 else 1)
-    place = plus(times(row, length), times(flipped(unit, turn), 16))
-    return llvm.ptrtoint(word_type(), address_of(ref, place))
+def _scaling(code: Code, start, size: int) -> tuple[list, list]:
+    """Slopes and starts for both columns of a thread, and what values are multiplied by then:
+    nothing, if there are no scales, or these are in the slopes."""
+    if start is None:
+        return _terms(code, []), []
+    if size == 4:
+        words = two_of(start, size)
+        return _terms(code, []), [
+            mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words
+        ]
+    factors = twice(llvm.load(word_type(), start))
+    return _terms(code, factors), [] if code.lines else factors
 
 
-def matrices(start, offset: int, how: str = "") -> list:
-    """Four blocks of 8 by 8 elements of 16 bits, whose rows the lanes point at."""
-    code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16"
-    code += f" {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    return asm([word_type()] * 4, code, [start], "=r,=r,=r,=r,r")
-
-
-def twice(word) -> list:
-    """Both halves of a register, each as a pair of itself."""
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
-    return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
-
-
-def terms(code: Code, factors: list | None) -> list:
-    """Slope and start of both columns, scaled by pairs of bfloat16 if there are any."""
+def _terms(code: Code, factors: list) -> list:
+    """Slope and start for each column, by its factor, a pair of bfloat16, if there is one."""
     pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
-    for h, line in enumerate(code.lines):
-        for number in line:
-            bits = int(np.float32(number).view(np.int32)) >> 16 & 0xFFFF
-            word = value(int(np.uint32(bits << 16 | bits).view(np.int32)))
-            if factors is not None:
+    for h, numbers in enumerate(code.lines):
+        for number in numbers:
+            both = np.full(2, number, np.float32).astype(jnp.bfloat16)
+            word = value(int(both.view(np.int32)[0]))
+            if factors:
                 made = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
                 word = mgpu.utils.bitcast(made, word_type())
             words.append(word)
     return words
-
-
-def _factors(start, size: int) -> list:
-    """The scales of a thread's two columns, each as `_product` takes it."""
-    if size == 2:
-        return twice(llvm.load(word_type(), start))
-    return [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in two_of(start, size)]
 
 
 def _product(pair, factor):
@@ -292,23 +224,6 @@ def _product(pair, factor):
     made = [arith.mulf(v, factor) for v in wide]
     (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], made)
     return mgpu.utils.bitcast(both, pair.type)
-
-
-def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
-    """Mosaic's own, of what this thread holds; `is_signed` of integers."""
-    shape = layout.registers_shape(shape)
-    return mgpu.FragmentedArray(
-        _registers=np.array(registers, dtype=object).reshape(shape),
-        _layout=layout,
-        _is_signed=is_signed,
-    )
-
-
-def words_of(array):
-    """What a thread holds of [64, M]: [M / 8, columns, rows], 2 of both."""
-    return [
-        llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
-    ]
 
 
 def scales(ref: Any, division: Division) -> list[jax.Array]:
@@ -332,12 +247,21 @@ def scales(ref: Any, division: Division) -> list[jax.Array]:
     return run(ref)
 
 
-def two_of(start, size: int):
-    """Two neighbours in bfloat16 (`size` 2) or float32, as the bits of float32."""
-    if size == 4:
-        i32 = word_type()
-        return [
-            llvm.load(i32, mgpu.utils.getelementptr(start, [h], i32)) for h in (0, 1)
-        ]
-    both = llvm.load(word_type(), start)  # bfloat16 is the upper half of a float32
-    return [arith.shli(both, value(16)), arith.andi(both, value(-65536))]
+# --- the same for the interpreter -------------------------------------------------------------
+
+
+def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents of a program's 256 columns, and the axes in the order (j, row of wgmma)."""
+    if bits == 4:
+        return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
+    return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g
+
+
+def mine_of(values, bits: int, j):
+    """[64, K] of a block of values [K, 256]: what warpgroup `j` takes; interpreted."""
+    split, axes = order(bits)
+    k = values.shape[0]
+    parts = values.reshape(k, *split).transpose(*(1 + a for a in axes), 0)
+    return lax.dynamic_index_in_dim(
+        parts.reshape(ACCUMULATORS, 64, k), j, 0, keepdims=False
+    )

@@ -17,7 +17,7 @@ as long as all agree.
 Codes that are turned have four neighbours along the sum in a register: of every 16 rows lane c
 holds 4c to 4c + 3.
 
-lanes_gpu.py, which does the same for stream_gpu, has the words for single threads.
+threads_gpu.py has the words for single threads.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.lanes_gpu import (
+from midtread.kernels.matmul_gpu import in_order
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+from midtread.kernels.threads_gpu import (
     address_of,
     array,
     flipped,
@@ -39,8 +41,6 @@ from midtread.kernels.lanes_gpu import (
     value,
     word_type,
 )
-from midtread.kernels.matmul_gpu import in_order
-from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
 
 class Lanes(NamedTuple):

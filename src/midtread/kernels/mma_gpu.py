@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.lanes_gpu import (
+from midtread.kernels.matmul_gpu import in_order
+from midtread.kernels.pallas_compat import ir, llvm, mgpu, plgpu
+from midtread.kernels.threads_gpu import (
     array,
     line,
     matrices,
@@ -25,8 +27,6 @@ from midtread.kernels.lanes_gpu import (
     word_type,
     words_of,
 )
-from midtread.kernels.matmul_gpu import in_order
-from midtread.kernels.pallas_compat import ir, llvm, mgpu, plgpu
 
 SWIZZLED = in_order(64, jnp.bfloat16)  # the order of x in shared memory
 

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import decode_ptx, stream_sums_gpu, turn_gpu
+from midtread.kernels import decode_ptx, lanes_gpu, stream_sums_gpu, turn_gpu
 from midtread.kernels.lanes_gpu import COLUMNS
 from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
@@ -172,7 +172,7 @@ def rings(plan: Plan, padded: int, scale) -> list:
 def in_order_of(out, bits: int):
     """[M, N] of [N / 256, 4, 64, M], which the interpreted kernel writes."""
     tiles, padded = out.shape[0], out.shape[-1]
-    extents, axes = stream_sums_gpu.order(bits)
+    extents, axes = lanes_gpu.order(bits)
     out = out.reshape(tiles, *(extents[a] for a in axes), padded)
     back = [1 + axes.index(a) for a in range(len(axes))]
     return out.transpose(out.ndim - 1, 0, *back).reshape(padded, -1)

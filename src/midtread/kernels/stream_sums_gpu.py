@@ -11,8 +11,7 @@ its own number. A warpgroup that is alone with its ring needs no `empty`.
 Scales of groups are applied to decoded values, and the products rounded to bfloat16, which
 gives the numbers of decoding first; with mma.sync to the sums of groups, in float32.
 
-Who takes which column (lanes_gpu.py) is told again by `order`, for where the kernel is
-interpreted.
+Who takes which column is told by lanes_gpu.py, also where the kernel is interpreted.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels import decode_ptx, lanes_gpu, mma_gpu, turn_gpu
-from midtread.kernels.lanes_gpu import ACCUMULATORS, COLUMNS
+from midtread.kernels.lanes_gpu import COLUMNS
 from midtread.kernels.pallas_compat import pl, plgpu, transposed
 from midtread.numerics.formats import Format, dtype_bits
 
@@ -224,7 +223,7 @@ def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
         scales = jnp.repeat(scale[...], group, 0)
         values = (values * scales).astype(values.dtype)
     mine = [me.within * division.wide + a for a in range(division.wide)]
-    return [mine_of(values, division.bits, j) for j in mine]
+    return [lanes_gpu.mine_of(values, division.bits, j) for j in mine]
 
 
 def _multiply(plan: Plan, refs: Refs, me: Place, accs, at, start):
@@ -317,28 +316,8 @@ def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     return lax.fori_loop(*me.span, block, [zero] * plan.blocks.wide)
 
 
-# --- whose columns are whose ------------------------------------------------------------------
-
-
-def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of a program's 256 columns, and the axes in the order (j, row of wgmma)."""
-    if bits == 4:
-        return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
-    return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g
-
-
 def scales(ref, plan: Plan, me: Place) -> list:
     """A warpgroup's 64 of 256 scales for each accumulator, in float32; interpreted."""
     values, division = ref[...].astype(jnp.float32)[None], plan.division
     mine = [me.within * division.wide + a for a in range(division.wide)]
-    return [mine_of(values, division.bits, j)[:, 0] for j in mine]
-
-
-def mine_of(values, bits: int, j):
-    """[64, K] of a block of values [K, 256]: what warpgroup `j` takes; interpreted."""
-    split, axes = order(bits)
-    k = values.shape[0]
-    parts = values.reshape(k, *split).transpose(*(1 + a for a in axes), 0)
-    return lax.dynamic_index_in_dim(
-        parts.reshape(ACCUMULATORS, 64, k), j, 0, keepdims=False
-    )
+    return [lanes_gpu.mine_of(values, division.bits, j)[:, 0] for j in mine]

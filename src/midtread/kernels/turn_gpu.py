@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.lanes_gpu import (
-    COLUMNS,
-    SWIZZLED,
-    Division,
+from midtread.kernels.lanes_gpu import COLUMNS, SWIZZLED, Division
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+from midtread.kernels.threads_gpu import (
     address_of,
     asm,
     flipped,
@@ -35,7 +34,6 @@ from midtread.kernels.lanes_gpu import (
     word_type,
     words_of,
 )
-from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
 SIGNAL = (2,)  # words of the barrier at which other programs' sums are waited for
 

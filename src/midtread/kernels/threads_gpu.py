@@ -1,0 +1,138 @@
+"""Words for what a single thread does: numbers, addresses, loads, PTX, registers.
+
+Pallas has no word for "this register of this thread": inline_mgpu takes functions that build
+Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
+"""
+
+import functools
+
+import numpy as np
+
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu
+
+# --- numbers that may be known ----------------------------------------------------------------
+
+
+def word_type():
+    return ir.IntegerType.get_signless(32)
+
+
+def value(v):
+    return mgpu.c(v, word_type()) if isinstance(v, int) else v
+
+
+def _by(known, op):
+    def run(a, b):
+        if isinstance(a, int) and isinstance(b, int):
+            return known(a, b)
+        return op(value(a), value(b))
+
+    return run
+
+
+_added = _by(lambda a, b: a + b, lambda a, b: arith.addi(a, b))
+times = _by(lambda a, b: a * b, lambda a, b: arith.muli(a, b))
+shifted = _by(lambda a, b: a >> b, lambda a, b: arith.shrui(a, b))
+_masked = _by(lambda a, b: a & b, lambda a, b: arith.andi(a, b))
+flipped = _by(lambda a, b: a ^ b, lambda a, b: arith.xori(a, b))
+
+
+def plus(*terms):
+    return functools.reduce(_added, terms)
+
+
+def modulo(a, power: int):
+    return _masked(a, power - 1)
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def address_of(ref, offset):
+    """The address of a byte of a ref."""
+    i8 = ir.IntegerType.get_signless(8)
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [value(offset)], i8)
+
+
+def moved(address, by: int):
+    """The address that lies so many bytes on."""
+    return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
+
+
+def line(ref, unit, length: int = 128):
+    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 or 64 bytes that is swizzled:
+    row lane % 8, and units of 16 bytes trade places by row, or by two rows."""
+    row = modulo(mgpu.thread_idx(), 8)
+    turn = shifted(row, 0 if length == 128 else 1)
+    place = plus(times(row, length), times(flipped(unit, turn), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, place))
+
+
+def matrices(start, offset: int, how: str = "") -> list:
+    """Four blocks of 8 by 8 elements of 16 bits, whose rows the lanes point at."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16"
+    code += f" {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm([word_type()] * 4, code, [start], "=r,=r,=r,=r,r")
+
+
+def two_of(start, size: int):
+    """Two neighbours in bfloat16 (`size` 2) or float32, as the bits of float32."""
+    if size == 4:
+        i32 = word_type()
+        return [
+            llvm.load(i32, mgpu.utils.getelementptr(start, [h], i32)) for h in (0, 1)
+        ]
+    both = llvm.load(word_type(), start)  # bfloat16 is the upper half of a float32
+    return [arith.shli(both, value(16)), arith.andi(both, value(-65536))]
+
+
+# --- PTX and registers ------------------------------------------------------------------------
+
+
+def pure(code: str, results: list, given: list) -> list:
+    """Results of inline PTX that has no effect beside them, on words and float32."""
+    letter = lambda t: "f" if t == ir.F32Type.get() else "r"
+    kinds = [f"={letter(t)}" for t in results] + [letter(v.type) for v in given]
+    kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    out = llvm.inline_asm(kind, given, code, ",".join(kinds), asm_dialect=0)
+    return _each(out, results)
+
+
+def _each(out, types: list) -> list:
+    if len(types) < 2:
+        return [out]
+    return [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
+
+
+def asm(results: list, code: str, given: list, kinds: str):
+    """Inline PTX with an effect on memory; its results."""
+    kind = ir.Type.parse("!llvm.void")
+    if results:
+        kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    kinds += ",~{memory}" if kinds else "~{memory}"
+    how = {"has_side_effects": True, "asm_dialect": 0}
+    return _each(llvm.inline_asm(kind, given, code, kinds, **how), results)
+
+
+def twice(word) -> list:
+    """Both halves of a register, each as a pair of itself."""
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
+    return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
+
+
+def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
+    """Mosaic's own, of what this thread holds; `is_signed` of integers."""
+    shape = layout.registers_shape(shape)
+    return mgpu.FragmentedArray(
+        _registers=np.array(registers, dtype=object).reshape(shape),
+        _layout=layout,
+        _is_signed=is_signed,
+    )
+
+
+def words_of(array):
+    """What a thread holds of [64, M]: [M / 8, columns, rows], 2 of both."""
+    return [
+        llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
+    ]
