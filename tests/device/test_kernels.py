@@ -141,7 +141,8 @@ FORMATS += [("int4", 32), ("int4", 64), ("int4", 128), ("nf4", 64)]
 
 
 # Multiples of 256 columns in bfloat16 are streamed on Hopper: the sum in clusters of every
-# size (with 8 bits of 8, 6, 8, 5 and 3), in pairs and parts. The others go by Triton.
+# size (of 8, 6, 8, 5 and 3 with 8 bits, and int4 up to 16 rows), in pairs and parts. The others
+# go by Triton.
 @pytest.mark.parametrize(
     ("dtype", "k", "columns"),
     [

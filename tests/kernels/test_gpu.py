@@ -83,6 +83,7 @@ STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, severa
     ("int8", None, stream_gpu.Blocks(64, 2)),
     ("nf4", 64, stream_gpu.Blocks(128, 2, split=2, cluster=2)),
     ("int4", 32, stream_gpu.Blocks(32, 2, wide=4, deep=4)),
+    ("int4", 64, stream_gpu.Blocks(64, 2, wide=4, deep=3)),
     ("int8", None, stream_gpu.Blocks(32, 2, wide=2, deep=2, split=2)),
     ("int8", None, stream_gpu.Blocks(32, 2, split=3, cluster=3)),
 ]
@@ -583,7 +584,7 @@ def test_streamed_weights_lower_for_cuda(name, tile):
     codes = SHAPE((4096, 4096 * bits // 8), jnp.int8)
     scale = SHAPE((4096 // tile, 4096), jnp.bfloat16) if tile else None
     last = None if tile else SHAPE((4096,), jnp.float32)
-    for rows, dtype in [(1, jnp.float32), (64, jnp.bfloat16)]:
+    for rows, dtype in [(1, jnp.float32), (16, jnp.bfloat16), (64, jnp.bfloat16)]:
         with pretend_gpu():
             blocks = tuned.stream_blocks(fmt, rows, (4096, 4096), tile)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}

@@ -24,10 +24,13 @@ are logic, int8 5, nf4 5 and two loads where a thread wants whole words (13 by p
 
         value 2**-power  =  bits slope + start        slope 2**(133 - power), start -128 2**-power
 
-    where the start takes away what flipping the sign bit has added. 2**133 is beyond bfloat16:
-    values come out times 2**-power, and so do sums, which are multiplied in the end. A scale in
-    bfloat16 can be in slope and start, and the product is rounded once, as if the two had been
-    multiplied. Then the slope wants room for the scale: from 2**-81 to 2**40.
+    where the start takes away what flipping the sign bit has added: 128, or 8 of int4, whose
+    upper nibble has a slope of a sixteenth. 2**133 is beyond bfloat16: values come out times
+    2**-power, and so do sums, which are multiplied in the end.
+
+    A scale in bfloat16 can be in slope and start, and the product is rounded once, as if the two
+    had been multiplied. Slopes have room for scales up to 2**40 (beyond, results are not
+    finite), and what is smaller than 2**-81, a scaled value or its product with x, loses bits.
 
 Where a kernel is interpreted, `values` decodes the same bytes without PTX.
 """
@@ -91,9 +94,9 @@ _E5M2 = """
 """
 
 # Two codes are the row of a table of pairs in shared memory: 256 rows of 32 words, one for each
-# lane, so that no two lanes want the same bank. The
-# low nibbles of both rows are put into one word and the high ones into another, which is done
-# once for the four bytes of a word where a thread wants them all.
+# lane, so that no two lanes want the same bank. The low nibbles of both rows are put into one
+# word and the high ones into another, which is done once for the four bytes of a word where a
+# thread wants them all.
 _TABLE = """
     .reg .b32 p, q, s;
     shl.b32 s, $3, 4;
@@ -135,7 +138,9 @@ def power(fmt: Format, is_scaled: bool) -> int:
     """Values come out times 2**-power; `is_scaled` where slopes and starts are."""
     if fmt.dtype.name not in _UNITS or fmt.table is not None:
         return 0
-    return 45 if is_scaled else 6
+    return (
+        45 if is_scaled else 6
+    )  # half of the exponents; a slope of 2**127, the largest
 
 
 def code(fmt: Format, is_scaled: bool = False) -> Code:

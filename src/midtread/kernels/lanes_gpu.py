@@ -1,7 +1,10 @@
 """What single threads of a warpgroup do in stream_gpu: who holds which column, and how.
 
+    Division   who
     decoded    bytes in shared memory -> left operands of tensor cores, in registers
     scales     the numbers that belong to the columns of an accumulator
+
+The last two serve mixed_gpu too, whose threads hold other columns (mixed_lanes_gpu.py).
 
 A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
 of the weight rows 2c and 2c + 1, and of accumulator j
@@ -101,7 +104,7 @@ class Division:
 
 
 def decoded(
-    ref: Any, code: Code, division: Holders, table: Any = None, scale: Any = None
+    ref: Any, code: Code, holders: Holders, table: Any = None, scale: Any = None
 ) -> list[jax.Array]:
     """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
     bytes [rows, width] in shared memory.
@@ -120,16 +123,16 @@ def decoded(
     num_groups = 1 if scale is None else scale.shape[0]
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=[one] * division.wide)
+    @plgpu.inline_mgpu(arg_types=types, return_type=[one] * holders.wide)
     def run(ctx, ref, *beside):
         del ctx
         beside = list(beside)
         table_here = None if table is None else beside.pop(0)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         out, words = [], []
-        for a, j in enumerate(division.mine()):
-            column, byte, half = division.place(j)
-            if a % division.shared == 0 or division.wide == 1:
+        for a, j in enumerate(holders.mine()):
+            column, byte, half = holders.place(j)
+            if a % holders.shared == 0:
                 words = _turned(ref, byte, rows, width)
             starts = _starts(beside, column, size) or [None]
             scaling = [_scaling(code, at, size) for at in starts]
@@ -226,19 +229,19 @@ def _product(pair, factor):
     return mgpu.utils.bitcast(both, pair.type)
 
 
-def scales(ref: Any, division: Division) -> list[jax.Array]:
-    """Of 256 numbers in shared memory the 64 of each accumulator, in float32."""
+def scales(ref: Any, holders: Holders) -> list[jax.Array]:
+    """Of a program's numbers, one for each column, the 64 of each accumulator, in float32."""
     row = plgpu.Layout.WGMMA.reduce(1)
     one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
     size = jnp.dtype(ref.dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * division.wide)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * holders.wide)
     def load(ctx, ref):
         del ctx
         vector = ir.VectorType.get((1,), ir.F32Type.get())
         out = []
-        for j in division.mine():
-            start = address_of(ref, times(division.place(j)[0], size))
+        for j in holders.mine():
+            start = address_of(ref, times(holders.place(j)[0], size))
             words = [mgpu.utils.bitcast(w, vector) for w in two_of(start, size)]
             out.append(array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
         return out

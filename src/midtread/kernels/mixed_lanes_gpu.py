@@ -1,8 +1,7 @@
 """What single threads of a warpgroup do in mixed_gpu: who holds which column, and how.
 
-    Lanes      who; lanes_gpu.decoded makes left operands of wgmma of their bytes
-    turned     the same of 8-bit codes as they are
-    scales     the numbers that belong to the columns of an accumulator
+    Lanes      who; lanes_gpu.py decodes their bytes, and finds the scales of their columns
+    turned     8-bit codes as they are -> left operands of wgmma
     lay        an accumulator -> shared memory, turned, as the copy engine wants it
 
 A program's 128 columns are two accumulators of 64, one for each warpgroup. Lane (warp w, g, c)
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.lanes_gpu import Division
 from midtread.kernels.matmul_gpu import in_order
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 from midtread.kernels.threads_gpu import (
@@ -52,22 +52,17 @@ class Lanes(NamedTuple):
 
     def mine(self) -> list[Any]:
         """This thread's one accumulator: that of its warpgroup."""
-        return [modulo(shifted(mgpu.thread_idx(), 7), 4)]
+        return [modulo(shifted(mgpu.thread_idx(), 7), 2)]
 
     def place(self, j):
         """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        if self.bits == 8:
+            return Division(8).place(j)
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
-        if self.bits == 4:
-            strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
-            column = plus(times(strip, 32), times(g, 4), times(pair, 2))
-            return column, times(strip, 16), pair
-        strip = plus(times(j, 64), times(w, 16))
-        return plus(strip, times(g, 2)), strip, 0
-
-    @property
-    def column(self):
-        return self.place(*self.mine())[0]
+        strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
+        column = plus(times(strip, 32), times(g, 4), times(pair, 2))
+        return column, times(strip, 16), pair
 
 
 def _places(ref, byte) -> list:
@@ -134,25 +129,9 @@ def _line(ref, row):
     return llvm.ptrtoint(word_type(), address_of(ref, place))
 
 
-def scales(ref: Any, lanes: Lanes) -> jax.Array:
-    """[64] of a program's float32 numbers, one for each column, in any memory."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def load(ctx, ref):
-        del ctx
-        one = ir.VectorType.get((1,), ir.F32Type.get())
-        start = address_of(ref, times(lanes.column, 4))
-        registers = [llvm.load(one, moved(start, 4 * h)) for h in (0, 1)]
-        return array(registers, (64,), mgpu.WGMMA_ROW_LAYOUT)
-
-    run: Any = load
-    return run(ref)
-
-
 def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
-    """Writes [64, M] into [M, 64] in shared memory, float32 or bfloat16."""
+    """Writes [64, M] into [M, 64] in shared memory, float32 or bfloat16. Of 4 bits two lanes
+    meet in a bank."""
     size = jnp.dtype(ref.dtype).itemsize
     columns = 128 // size
     tiled = in_order(columns, ref.dtype)
@@ -162,7 +141,8 @@ def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
         del ctx
         both = ir.VectorType.get((2,), ir.F32Type.get())
         narrow = ir.VectorType.get((2,), ir.BF16Type.get())
-        byte = times(modulo(lanes.column, 64), size)
+        column = lanes.place(*lanes.mine())[0]
+        byte = times(modulo(column, 64), size)
         starts = _places(ref, byte)
         for tile, pair in enumerate(sums.registers.reshape(-1, 2)):  # [8 rows, column]
             for odd, start in enumerate(starts):

@@ -292,7 +292,7 @@ def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
 def _scales(ref, plan: Plan, wg):
     """Of a warpgroup's columns, from those of a program."""
     if plan.native:
-        return mixed_lanes_gpu.scales(ref, plan.lanes)
+        return lanes_gpu.scales(ref, plan.lanes)[0]
     return lax.dynamic_slice_in_dim(ref[...], wg * 64, 64)
 
 

@@ -11,7 +11,7 @@ memory) and a part of the sum. The copy engine brings blocks of `k` rows into ri
 buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
 sets of warpgroups take turns at the blocks, each with a ring of its own:
 
-    wide 4, deep 4 or 8    a ring to each warpgroup: what is read once gives all its columns,
+    wide 4, deep 3 or 4    a ring to each warpgroup: what is read once gives all its columns,
                            and nobody waits for anybody. Best for 4 bits and a few rows, whose
                            sums fit into registers; by mma.sync (mma_gpu.py)
     wide 1 or 2, deep 1    all warpgroups read every block, each for its columns; by wgmma
@@ -29,7 +29,8 @@ Programs that share a column go in a cluster, where there are clusters of that s
 columns at once: they send each other their sums, scale, cast and write the result
 (turn_gpu.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
 seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8. With one too many the time
-is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in whatever it does next.
+is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in
+whatever it does next.
 """
 
 import functools

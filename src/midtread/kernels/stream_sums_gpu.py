@@ -237,7 +237,7 @@ def _multiply(plan: Plan, refs: Refs, me: Place, accs, at, start):
 
 
 def _is_folded(plan: Plan, refs: Refs) -> bool:
-    """Whether values are scaled where they are decoded."""
+    """Whether scales of groups are in the slopes, where a format has any (decode_ptx.py)."""
     if plan.by_warps or not plan.group:
         return False
     return refs.scale_ring.dtype == jnp.bfloat16

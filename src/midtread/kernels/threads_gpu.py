@@ -90,9 +90,10 @@ def two_of(start, size: int):
 
 
 def pure(code: str, results: list, given: list) -> list:
-    """Results of inline PTX that has no effect beside them, on words and float32."""
+    """Results of inline PTX that has no effect beside them, on words and float32. None of
+    them shares a register with what is given: it may be read after a result is written."""
     letter = lambda t: "f" if t == ir.F32Type.get() else "r"
-    kinds = [f"={letter(t)}" for t in results] + [letter(v.type) for v in given]
+    kinds = [f"=&{letter(t)}" for t in results] + [letter(v.type) for v in given]
     kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
     out = llvm.inline_asm(kind, given, code, ",".join(kinds), asm_dialect=0)
     return _each(out, results)

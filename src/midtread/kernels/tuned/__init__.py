@@ -6,13 +6,14 @@
     weights    few rows against a stored weight: the first entry with these bits, at least
                so many rows and at most so many bytes ("columns") in a row of the weight
     stream     the same on Hopper: the first entry with these bits and at least so many rows
-               that divides the weight, perhaps of one format alone, with the largest cluster
-               that is worth it; and how many clusters of 1, 2 .. programs run at once
+               that divides the weight, perhaps of one format alone or for groups of so many
+               or more, with the largest cluster that is worth it; and how many clusters of 1,
+               2 .. programs run at once
     groups     the same for each expert: entries with these bits and at least so many rows, and
-               what a block of them costs
+               what a block of them costs, of 4 bits as they were decoded before
     mixed      many rows against a stored weight on Hopper, by the bits of rows: what a
                block costs, from which its rows and the number of programs that share a sum
-               follow; for codes half of what bfloat16 was found to cost, not fitted
+               follow, fitted before integers were decoded as they are; for codes half of it
     experts    a few rows for each expert, by bits
 
 A shape that a block does not divide gets a smaller one (`fit`).
@@ -98,6 +99,8 @@ def stream_blocks(
         if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
             continue
         if entry.get("format", fmt.name) != fmt.name:
+            continue
+        if (group or num_k) < entry.get("group", 0):
             continue
         if num_k % blocks.k or num_n % COLUMNS:
             continue
