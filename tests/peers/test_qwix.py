@@ -7,6 +7,7 @@ scales, so that a difference is the op's own.
 import itertools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import peer
@@ -337,14 +338,14 @@ def qwix_runs(case, ours) -> bool:
 
 def check(case, ours, run_ours, run_theirs, exact):
     """Against Qwix where it runs, and always against float64."""
-    out = run_ours(*ours)
+    out = jax.jit(run_ours)(*ours)
     exact = np.asarray(exact)
     row = {F32: "f32_sum", BF16: "bf16_result", F16: "f16_result"}[case.dtype]
     assert_values(out, exact.astype(out.dtype), row, case)
     if not qwix_runs(case, ours):
         return
     with peer.manners():
-        theirs = run_theirs(*map(as_qwix, ours))
+        theirs = jax.jit(run_theirs)(*map(as_qwix, ours))
     if case.dtype == F16 and not np.isfinite(theirs).all():
         return  # its float16 sums of codes overflowed: held against float64 alone
     row = {F32: "f32_sum", BF16: "bf16_epilogue", F16: "f16_epilogue"}[case.dtype]

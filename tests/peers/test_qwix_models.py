@@ -106,7 +106,7 @@ def train(library, model, x, fields):
     with jax.numpy_dtype_promotion("standard"):
         rule = library.QtRule(**fields)
         quantized = library.quantize_model(model, library.QtProvider([rule]))
-        variables = quantized.init(jax.random.key(1), x)
+        variables = jax.jit(quantized.init)(jax.random.key(1), x)
         stats = variables.get("quant_stats", {})
 
         def loss(params):
@@ -115,9 +115,8 @@ def train(library, model, x, fields):
             )
             return jnp.mean(out**2), (out, updates)
 
-        (_, (out, updates)), grads = jax.value_and_grad(loss, has_aux=True)(
-            variables["params"]
-        )
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (_, (out, updates)), grads = step(variables["params"])
     return variables, out, updates, grads
 
 
@@ -149,10 +148,10 @@ def serve(library, model, x, fields):
     with jax.numpy_dtype_promotion("standard"):
         provider = library.PtqProvider([library.QuantizationRule(**fields)])
         quantized = library.quantize_model(model, provider)
-        params = model.init(jax.random.key(1), x)["params"]
+        params = jax.jit(model.init)(jax.random.key(1), x)["params"]
         abstract = jax.eval_shape(quantized.init, jax.random.key(1), x)["params"]
         params = library.quantize_params(params, abstract)
-        return params, quantized.apply({"params": params}, x)
+        return params, jax.jit(quantized.apply)({"params": params}, x)
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
