@@ -59,7 +59,7 @@ def data(seed=1, shape=(5, 16)):
 def linen(**fields):
     provider = LoraProvider(rank=3, alpha=6.0, **{**NOT_ZERO, **fields})
     model = apply_lora_to_model(Linen(), provider)
-    return model, provider, model.init(jax.random.key(0), data())["params"]
+    return model, provider, jax.jit(model.init)(jax.random.key(0), data())["params"]
 
 
 def lora_nnx(model=None, x=None, **fields):
