@@ -243,6 +243,12 @@ def main():
     parser.add_argument("--results", default=folder, type=pathlib.Path)
     parser.add_argument("--peers", action="store_true", help="other libraries instead")
     args = parser.parse_args()
+    rows = gpu_peers.ROWS if args.peers else ROWS
+    unknown = [row for row in args.rows if row.split(":")[0] not in rows]
+    if unknown:
+        parser.error(
+            f"no such rows: {', '.join(unknown)}. There are: {', '.join(rows)}."
+        )
     device = jax.devices()[0].device_kind
     git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
     # a copy of the tree without its history may say which commit it is
@@ -254,7 +260,6 @@ def main():
     )
     today = datetime.date.today()
     path = args.results / f"{device.lower().replace(' ', '-')}-{today}.md"
-    rows = gpu_peers.ROWS if args.peers else ROWS
     # a format of the sweep at a time: no row takes more than four minutes
     apart = [
         f"{r}:{n}" for r in rows for n in (gpu_serving.SWEEP if r == "sweep" else [""])
