@@ -25,7 +25,7 @@ import numpy as np
 
 from midtread.interop import manifest as m
 from midtread.interop import trees
-from midtread.interop.safetensors import _full, _no_duplicates, _records
+from midtread.interop.safetensors import _full, _records, no_duplicates
 
 _FILE, _ARRAYS = "midtread.json", "arrays"
 # dtypes that orbax refuses -> (to store, to load)
@@ -204,7 +204,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
     file = pathlib.Path(path).absolute() / _FILE
     try:
         manifest = json.loads(
-            file.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates
+            file.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates
         )
     except FileNotFoundError:
         raise ValueError(

@@ -14,11 +14,12 @@ a file from elsewhere is input like any other: every number in its header is che
 it is used.
 """
 
+import contextlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -66,20 +67,81 @@ def save(path: Any, tree: Any, *, rules: Any = None) -> None:
         record["sha256"] = _NO_SUM
     listed = m.rules_json(rules)
     placeholder = _header(described, listed)
+    with _replacing(path) as file:
+        file.write(placeholder)
+        for name, part, record in _records(described):
+            qtype = described[name].get("qtype")
+            array = trees.parts(entries[name])[part]
+            data = _encode(name, part, record, qtype, array)
+            record["sha256"] = m.digest(data)
+            file.write(data)
+        final = _header(described, listed)
+        assert len(final) == len(placeholder)
+        file.seek(0)
+        file.write(final)
+
+
+def write(
+    path: Any,
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    arrays: Iterable[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a plain file, without a manifest: one for other programs, array by array.
+
+    A file that is there is replaced once the new one is whole.
+
+    Args:
+        tensors: (shape, dtype) by name; the dtypes that the format has, `DTYPES`.
+        arrays: the arrays, in the same order; each is asked for when it is written.
+        metadata: strings by name.
+
+    Raises:
+        ValueError: a dtype has no name in the format, or an array is not what `tensors` says.
+
+    >>> import tempfile
+    >>> file = f"{tempfile.mkdtemp()}/a.safetensors"
+    >>> write(file, {"a": ((2,), np.dtype("int8"))}, [np.ones(2, np.int8)])
+    >>> Reader.of(file).mapped("a")
+    array([1, 1], dtype=int8)
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, (shape, dtype) in tensors.items():
+        if np.dtype(dtype) not in _NAMES:
+            raise ValueError(
+                f"tensor {name!r} is {dtype}, for which safetensors have no name: known "
+                f"are {', '.join(str(d) for d in _NAMES)}."
+            )
+        end = begin + math.prod(shape) * np.dtype(dtype).itemsize
+        where = {"shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _NAMES[np.dtype(dtype)], **where}
+        begin = end
+    with _replacing(os.fspath(path)) as file:
+        file.write(_with_length(header))
+        for (name, (shape, dtype)), array in zip(tensors.items(), arrays, strict=True):
+            if array.shape != tuple(shape) or array.dtype != dtype:
+                raise ValueError(
+                    f"tensor {name!r} is {array.dtype}{list(array.shape)}, but was said "
+                    f"to be {dtype}{list(shape)}."
+                )
+            flat = np.ascontiguousarray(array).reshape(-1)
+            file.write(flat.view(np.uint8).data)
+
+
+def _with_length(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[Any]:
+    """A file to write, which takes the place of `path` once it is whole."""
     folder = os.path.dirname(os.path.abspath(path))
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         try:
-            file.write(placeholder)
-            for name, part, record in _records(described):
-                qtype = described[name].get("qtype")
-                array = trees.parts(entries[name])[part]
-                data = _encode(name, part, record, qtype, array)
-                record["sha256"] = m.digest(data)
-                file.write(data)
-            final = _header(described, listed)
-            assert len(final) == len(placeholder)
-            file.seek(0)
-            file.write(final)
+            yield file
             file.close()
             os.replace(file.name, path)
         except BaseException:
@@ -120,9 +182,7 @@ def _header(described: dict, rules: list) -> bytes:
             "data_offsets": [begin, end],
         }
         begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return _with_length(header)
 
 
 def _format_of(record: Mapping[str, Any], qtype: str | None, part: str):
@@ -161,7 +221,7 @@ def load(path: Any, target: Any = None) -> Any:
     """
     file = os.fspath(path)
     want = None if target is None else trees.open_tree(target)
-    with _Reader(file) as reader:
+    with Reader(file) as reader:
         manifest = reader.manifest()
         if want is not None:
             m.match(file, manifest, want)
@@ -183,7 +243,7 @@ def load_float(path: Any, target: Any) -> Any:
     Names are joined by slashes or dots, as in the target; shapes and dtypes must be its.
     """
     file = os.fspath(path)
-    with _Reader(file) as reader:
+    with Reader(file) as reader:
         arrays = {name: reader.raw(name) for name in reader.tensors}
         if "midtread" in reader.metadata:
             manifest = reader.manifest()
@@ -196,7 +256,7 @@ def load_float(path: Any, target: Any) -> Any:
 
 def read_manifest(path: Any) -> dict[str, Any]:
     """What a checkpoint says of itself; no tensor is read."""
-    with _Reader(os.fspath(path)) as reader:
+    with Reader(os.fspath(path)) as reader:
         return reader.manifest()
 
 
@@ -205,13 +265,22 @@ def read_rules(path: Any) -> list[Any]:
     return m.rules_from(read_manifest(path))
 
 
-class _Reader:
-    """A file whose header has been checked: whatever it says is inside the file."""
+class Reader:
+    """A file whose header has been checked: whatever it says is inside the file.
+
+    `tensors` has (dtype, shape, first byte, last byte) of each by name.
+    """
 
     def __init__(self, file: str):
         self.file = file
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, tuple[np.dtype, tuple[int, ...], int, int]] = {}
+
+    @classmethod
+    def of(cls, file: str) -> Self:
+        """One that keeps no file open: headers now, tensors by `mapped`."""
+        with cls(file) as reader:
+            return reader
 
     def __enter__(self) -> Self:
         self._open = open(self.file, "rb")
@@ -235,7 +304,7 @@ class _Reader:
             raise self._refuse(f"a header of {length} bytes does not fit its {size}")
         try:
             header = json.loads(
-                self._open.read(length).decode(), object_pairs_hook=_no_duplicates
+                self._open.read(length).decode(), object_pairs_hook=no_duplicates
             )
         except (ValueError, RecursionError) as error:
             raise self._refuse(f"its header is not JSON: {error}") from None
@@ -288,7 +357,7 @@ class _Reader:
     def manifest(self) -> dict[str, Any]:
         try:
             text = self.metadata.get("midtread", "null")
-            manifest = json.loads(text, object_pairs_hook=_no_duplicates)
+            manifest = json.loads(text, object_pairs_hook=no_duplicates)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.file}: its manifest is damaged: {error}") from None
         manifest = m.check(self.file, manifest)
@@ -312,6 +381,14 @@ class _Reader:
     def raw(self, name: str) -> np.ndarray:
         dtype, shape, *_ = self.tensors[name]
         return np.frombuffer(self.bytes(name), dtype).reshape(shape)
+
+    def mapped(self, name: str) -> np.ndarray:
+        """A tensor whose bytes stay in the file until they are used."""
+        dtype, shape, begin, end = self.tensors[name]
+        if begin == end:  # nothing cannot be mapped
+            return np.zeros(shape, dtype)
+        where = self._begin + begin
+        return np.asarray(np.memmap(self.file, dtype, "r", where, shape))
 
     def entry(self, name: str, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of an entry, each with the sum it was written with."""
@@ -342,7 +419,7 @@ def _decode(data: bytes, record: Mapping, qtype: str | None, part: str) -> np.nd
     return packing.unpack(np.frombuffer(data, np.uint8), fmt, shape)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key appears twice")
