@@ -8,20 +8,36 @@
     quantize(...)       a float operand to codes, in the memory order its matmuls want
     quantize_twice(...) the same for two matmuls from one read, or None: one at a time
 
+An operation has an ordered list of candidates, and the first that takes the operands is chosen:
+
+    env = environment.here()                              # once per operation
+    choice = first("attend", CANDIDATES, operands, env)   # plan(operands, env) of each in turn
+    out = choice.plan.run(operands) if choice.plan else ...     # else the plain path
+
+`operands` is one record with all arrays and options. `plan` looks at shapes, dtypes and the
+environment alone: it emits no operations, and returns a Plan, a record of what it found out
+(block sizes, matrices), or a Refusal with the reason as text. `run` uses what the Plan holds and
+does not find it out again. Reasons are data: `explain` prints them, for devices that are not
+there too.
+
 (float x codes is in choose_weights.py.) A choice changes the time, never the meaning: what a
 kernel does not take (zero points, odd layouts, sharded arrays) is left to XLA. The user may
-overrule it: `implementation` in wanted.py.
+overrule it: `implementation` in environment.py.
 """
 
 import dataclasses
 import functools
+import importlib
 import math
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from midtread.kernels import choose_weights, wanted
+from midtread.kernels.environment import Env
 from midtread.numerics import rounding, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.qarray import (
@@ -34,6 +50,102 @@ from midtread.numerics.qarray import (
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
+
+
+# --- choosing ---------------------------------------------------------------------------------
+
+
+class Refusal(NamedTuple):
+    """Why a candidate does not take some operands, as the end of a sentence about them."""
+
+    reason: str
+
+
+class Plan(Protocol):
+    """What was found out in order to choose: facts, and no arrays."""
+
+    def run(self, operands: Any) -> Any:
+        """Computes it, by the facts of this plan."""
+        ...
+
+
+class Candidate(NamedTuple):
+    """One implementation of an operation.
+
+    Attributes:
+        name: what `explain` calls it.
+        needs: the device, as in `Env.why_not`.
+        plan: `plan(operands, env) -> Plan | Refusal`, or where that is, as "module:name":
+            it is imported when a device has what the candidate needs, and not before,
+            since Pallas is large.
+        is_interpreted: whether it is taken under implementation("interpret") too.
+    """
+
+    name: str
+    needs: str
+    plan: Callable[[Any, Env], Plan | Refusal] | str
+    is_interpreted: bool = True
+
+
+class Choice(NamedTuple):
+    """The first candidate that has a plan, None if all refused, and why those before did."""
+
+    name: str | None
+    plan: Any
+    refused: tuple[tuple[str, str], ...]
+
+
+def first(
+    operation: str,
+    candidates: Sequence[Candidate],
+    operands: Any,
+    env: Env,
+    what: str | None = None,
+) -> Choice:
+    """The first of the candidates that takes these operands here.
+
+    Args:
+        operation: its name, for those who watch (`environment.watched`).
+        what: the operands in words. With them, implementation("gpu") is an error where all
+            candidates refuse, which tells the reasons.
+    """
+    refused = []
+    choice = None
+    for candidate in candidates:
+        plan = _plan(candidate, operands, env)
+        if not isinstance(plan, Refusal):
+            choice = Choice(candidate.name, plan, tuple(refused))
+            break
+        refused.append((candidate.name, plan.reason))
+    choice = choice or Choice(None, None, tuple(refused))
+    if env.watch is not None:
+        env.watch(operation, operands, choice)
+    if choice.name is None and what is not None and env.asked == "gpu":
+        reasons = dict.fromkeys(reason for _, reason in refused)
+        raise ValueError(
+            f"implementation='gpu' cannot run {what}: {'; '.join(reasons)}. "
+            "Write implementation(None) to leave the choice to Midtread."
+        )
+    return choice
+
+
+def _plan(candidate: Candidate, operands: Any, env: Env) -> Any:
+    reason = env.why_not(candidate.needs)
+    if reason is not None:
+        return Refusal(reason)
+    if env.is_interpreted and not candidate.is_interpreted:
+        return Refusal("it is not interpreted")
+    plan = candidate.plan
+    return (_imported(plan) if isinstance(plan, str) else plan)(operands, env)
+
+
+@functools.cache
+def _imported(name: str) -> Callable:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+# --- operations -------------------------------------------------------------------------------
 
 
 def _kernels() -> ModuleType:

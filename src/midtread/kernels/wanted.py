@@ -1,73 +1,28 @@
 """Wanted: which implementation was asked for, and what can run where a model is traced.
 
-    None          whatever is fastest; never fails
-    "xla"         no kernels of ours
-    "gpu"         our GPU kernel, or an error that says why not
-    "interpret"   our GPU kernels, interpreted on any device: for tests; slow
-
-`implementation` asks, for all that is traced within it. Whoever chooses (choose.py,
+`implementation` (environment.py) asks, for all that is traced within it. Whoever chooses (choose.py,
 choose_weights.py) collects a reason why a kernel cannot run: the device (`why_no_gpu`), how
 operands are laid out (`why_not_here`), then what the kernel itself says. `taken` settles it:
 no reason, and it is taken; a reason, and XLA does it, unless "gpu" was insisted on.
 """
 
-import contextlib
-import functools
-from collections.abc import Iterator
-
 import jax
 from jax.sharding import AxisType
 
-IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
+from midtread.kernels.environment import here, implementation
+
+__all__ = ["implementation"]
 
 SYMBOLIC = "an extent is not known: jax.export with symbolic shapes is left to XLA"
 
-_wanted = jax.make_user_context(default_value=None)  # part of jit's cache key
-
-
-@contextlib.contextmanager
-def implementation(name: str | None) -> Iterator[None]:
-    """Within it, quantized contractions run as `name` says.
-
-    >>> with implementation("xla"):
-    ...     name()
-    'xla'
-    """
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"unknown implementation {name!r}. There are: {known}.")
-    with _wanted(name):
-        yield
-
 
 def name() -> str | None:
-    return _wanted.value
-
-
-@functools.cache
-def _capability(device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU, (9, 0) for Hopper; None of any other device."""
-    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        return None
-    major, minor = str(device.compute_capability).split(".")
-    return int(major), int(minor)
+    return here().asked
 
 
 def why_no_gpu(hopper: bool) -> str | None:
     """Why our kernels cannot run where this is being traced for; None if they can."""
-    if name() == "interpret":
-        return None
-    if name() == "xla":
-        return "implementation='xla' was asked for"
-    device = jax.config.jax_default_device
-    if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    capability = _capability(device)
-    if capability is None:
-        return f"the device is {device.device_kind}, not an NVIDIA GPU"
-    if hopper and capability[0] != 9:
-        return f"it needs wgmma, and {device.device_kind} is not a Hopper GPU"
-    return None
+    return here().why_not("hopper" if hopper else "nvidia")
 
 
 def taken(reason: str | None, what: str) -> bool:
@@ -100,10 +55,8 @@ def is_explicit(*arrays) -> bool:
 
 def is_alone() -> bool:
     """One device, or inside shard_map: what is seen here is all there is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    is_manual = AxisType.Manual in getattr(mesh, "axis_types", ())
-    return is_manual or jax.device_count() == 1 or name() == "interpret"
+    return not here().is_split or is_interpreted()
 
 
 def is_interpreted() -> bool:
-    return name() == "interpret"
+    return here().is_interpreted
