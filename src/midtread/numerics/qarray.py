@@ -5,7 +5,8 @@
 `scale` has the rank of `qvalue`, and each of its extents divides qvalue's: a scale of
 extent N/t stands for t neighbours. Per tensor, per channel, sub-channel and 2-D blocks
 are this one rule, and views, sharding and matmuls follow from it. `zero_point` has its
-own extents under the same rule.
+own extents under the same rule; it is a code, or a fraction in a float dtype where others
+store a tile's least value beside its scale (GGUF, MLX).
 
 Optional parts, None unless asked for:
     global_scale    second level of an nvfp4 array whose `scale` is kept in e4m3
@@ -199,10 +200,11 @@ def validate(q: QArray) -> None:
         jnp.float8_e4m3fn,
     ):
         raise ValueError(f"{q.scale.dtype} is not a valid type for scale.")
-    if q.zero_point is not None and q.zero_point.dtype != q.qvalue.dtype:
+    zero = q.zero_point
+    if zero is not None and zero.dtype != q.qvalue.dtype and not is_wide(zero.dtype):
         raise ValueError(
-            f"Zero point {q.zero_point.dtype} should have the same dtype as qvalue "
-            f"{q.qvalue.dtype}."
+            f"Zero point {zero.dtype} should have the same dtype as qvalue "
+            f"{q.qvalue.dtype}, or be a float."
         )
 
 

@@ -301,19 +301,20 @@ def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
         accumulate = jnp.int32 if integer else wide
     out = c.run(left, right, accumulate)
     zeros = [x.zero_point if isinstance(x, QArray) else None for x in (lhs, rhs)]
+    if any(z is not None and is_wide(z.dtype) for z in zeros):  # fractions
+        out = out.astype(wide)
     zeros = [
         None if z is None else c.align(z, s).astype(out.dtype)
         for z, s in zip(zeros, ("lhs", "rhs"))
     ]
     zl, zr = (_expand_tiles(z, out.shape) for z in zeros)
+    total = lambda x, y: c.run(x, y, accumulate).astype(out.dtype)
     if zl is not None:
-        out = out - zl * c.run(c.ones(left, "lhs"), right, accumulate)
+        out = out - zl * total(c.ones(left, "lhs"), right)
     if zr is not None:
-        out = out - zr * c.run(left, c.ones(right, "rhs"), accumulate)
+        out = out - zr * total(left, c.ones(right, "rhs"))
     if zl is not None and zr is not None:
-        out = out + zl * zr * c.run(
-            c.ones(left, "lhs"), c.ones(right, "rhs"), accumulate
-        )
+        out = out + zl * zr * total(c.ones(left, "lhs"), c.ones(right, "rhs"))
     scales = [x.scale if isinstance(x, QArray) else None for x in (lhs, rhs)]
     return apply_scales(c, out, wide, *scales)
 

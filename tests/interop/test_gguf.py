@@ -1,0 +1,103 @@
+"""GGUF: what llama.cpp's package wrote, read without it; damaged files refused by name."""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.interop import gguf, gguf_blocks
+from midtread.numerics.qarray import QArray
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def file():
+    return gguf.GGUF(FIXTURES / "kinds.gguf")
+
+
+@pytest.mark.parametrize("kind", list(gguf_blocks.BLOCKS))
+def test_every_kind_of_block_is_read(file, kind):
+    with np.load(FIXTURES / "kinds.npz") as arrays:
+        want = arrays[kind]
+    np.testing.assert_array_equal(file.floats(kind), want)
+    q, block = file[kind], gguf_blocks.BLOCKS[kind]
+    assert isinstance(q, QArray) and q.format.name == block.qtype
+    assert q.shape == (2, 256) and q.scale.shape == (2, 256 // block.tile)
+    got = np.asarray(mt.dequantize(q.map(jnp.asarray)))
+    if q.zero_point is None:
+        np.testing.assert_array_equal(got, want)
+    else:  # the zero point is a rounded quotient
+        np.testing.assert_allclose(got, want, atol=3e-7 * np.abs(want).max())
+
+
+def test_numbers_and_keys_are_read(file):
+    np.testing.assert_array_equal(file["F16"], np.arange(6.0).reshape(2, 3))
+    assert file["F32"].dtype == np.float32
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["tokenizer.ggml.tokens"] == ["a", "b", "ab"]
+    assert file.metadata["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_a_tile_of_scale_zero_keeps_its_offset():
+    raw = np.zeros((1, 20), np.uint8)
+    raw[0, 2:4] = np.array([-1.5], "<f2").view(np.uint8)
+    raw[0, 4:] = 0x57
+    block = gguf_blocks.BLOCKS["Q4_1"]
+    q = gguf_blocks.to_qarray(block, block.read(raw), (1, 32))
+    np.testing.assert_array_equal(mt.dequantize(q.map(jnp.asarray)), -1.5)
+
+
+def test_matmuls_take_fractional_zero_points(file):
+    """Against codes as activations too, whose sums are integers."""
+    w = file["Q4_K"].map(jnp.asarray).T
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 256)), jnp.float32)
+    values = np.asarray(mt.dequantize(w), np.float64)
+    np.testing.assert_allclose(mt.dot(x, w), x @ values, rtol=1e-4, atol=1e-3)
+    coded = mt.quantize(x, "int8", channelwise_axes=[0])
+    want = np.asarray(mt.dequantize(coded), np.float64) @ values
+    np.testing.assert_allclose(mt.dot(coded, w), want, rtol=1e-4, atol=1e-3)
+
+
+def test_mutated_files_are_refused_or_read(file, tmp_path):
+    """Bytes of the header, changed at random: a ValueError, or a file that still reads."""
+    original = pathlib.Path(file.path).read_bytes()
+    header = min(t.begin for t in file.tensors.values())
+    rng = np.random.default_rng(0)
+    refused = 0
+    for case in range(150):
+        data = bytearray(original)
+        for at in rng.integers(0, header, rng.integers(1, 4)):
+            data[at] = rng.integers(0, 256)
+        if case % 10 == 0:
+            del data[int(rng.integers(0, len(data))) :]
+        path = tmp_path / "mutated.gguf"
+        path.write_bytes(data)
+        try:
+            read = gguf.GGUF(path)
+            for name in read:
+                assert read.floats(name).shape == read.tensors[name].shape
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: b"GGML" + d[4:], "begins with b'GGML'"),
+        (lambda d: d[:4] + b"\x01\0\0\0" + d[8:], "version 1"),
+        (lambda d: d[:4] + b"\0\0\0\x03" + d[8:], "big-endian"),
+        (lambda d: d[:8] + b"\xff" * 8 + d[16:], "do not fit"),
+        (lambda d: d[:10], "10 bytes"),
+        (lambda d: d[:-40], "ends at byte"),
+    ],
+)
+def test_damage_is_named(file, tmp_path, change, message):
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(change(pathlib.Path(file.path).read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        gguf.GGUF(path)
