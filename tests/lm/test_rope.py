@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.lm import model, rope, settings
+from midtread.lm import attention, rope, settings
 from midtread.lm.config import Model, UsageError
 
 YARN = "yarn,factor:40,original_max_position_embeddings:4096,mscale:1,mscale_all_dim:1"
@@ -40,13 +40,14 @@ def test_logits_grow_as_they_should(key):
     """In cos and sin, or after the sum: of a head that is turned whole it is the same."""
     short = "yarn,factor:40,original_max_position_embeddings:4096"
     q, k, v = jax.random.normal(key, (3, 1, 6, 2, 16))
-    positions, mask = jnp.arange(6)[None], jnp.tril(jnp.ones((1, 6, 6), bool))
+    positions = jnp.arange(6)[None]
+    seen = attention.seen_by(attention.Place(positions))
     made = []
     for r in (of(short), of(YARN)):
         turned = (r.rotate(x, positions) for x in (q, k))
-        made.append(model.attend(*turned, v, mask, r.logits_gain))
+        made.append(attention.attend(*turned, v, seen, scale=r.logits_gain / 4))
     np.testing.assert_allclose(made[0], made[1], atol=1e-6)
-    plain = model.attend(q, k, v, mask)
+    plain = attention.attend(q, k, v, seen)
     assert float(jnp.abs(made[0] - plain).max()) > 0.1
 
 

@@ -227,7 +227,7 @@ def require_same_model(config: Config, path: str) -> None:
     other = config_of(path)
     for name in keys(Model):
         here, there = getattr(config, name), getattr(other, name)
-        free = ("max_target_length", "remat_policy", "dtype", "weight_dtype",
+        free = ("max_target_length", "remat_policy", "attention", "dtype", "weight_dtype",
                 "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling")  # fmt: skip
         require(
             here == there or name in free,

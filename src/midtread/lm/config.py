@@ -78,6 +78,9 @@ class Data:
     )
 
 
+ATTENTION = Literal["auto", "plain", "blockwise", "cudnn", "tokamax"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """the model"""
@@ -99,6 +102,9 @@ class Model:
     logits_via_embedding: bool = key(True, "the head is the embedding, transposed")
     attention_type: Literal["gqa", "mla"] = key(
         "gqa", "mla: DeepSeek's latent attention"
+    )
+    attention: ATTENTION = key(  # noqa: RUF009
+        "auto", "how attention is computed; auto: the first that can (lm/attention.py)"
     )
     q_lora_rank: int = key(0, "mla: rank of queries; 0: no bottleneck", at_least=0)
     kv_lora_rank: int = key(64, "mla: rank of the latent that is cached", at_least=1)

@@ -7,14 +7,13 @@
 Modules are named as MaxText names them (`decoder/layers/self_attention/query`), so that
 rules and files written for it find their sites. Layers are one module with stacked weights
 under a scan, or a list. Every matmul with a weight is a `lax.dot_general` or `ragged_dot`;
-attention's own two are einsums, which no preset touches.
+attention's own two, which no preset touches, are in `lm/attention.py`.
 
 Weights are kept in `weight_dtype` and cast where they are used; norms, softmax and logits
 are float32. Every weight carries logical axis names as sharding metadata ("embed", "heads",
 "mlp", "vocab", "experts", "layers"), for whoever has a mesh.
 
-Letters: B batch, T tokens, S tokens in the cache, D emb_dim, H query heads, K kv heads,
-G = H / K, h head_dim, F mlp_dim, R kv_lora_rank, V vocab_size, L layers.
+Letters: B batch, T tokens, V vocab_size.
 """
 
 import functools
@@ -24,179 +23,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.kernels import choose
-from midtread.lm import cache as kv
-from midtread.lm import rope, split
+from midtread.lm import blockwise, split
+from midtread.lm.attention import Attention, LatentAttention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
+from midtread.lm.layers import Embed, Linear, named, norm
 from midtread.lm.mesh import Layout, keep_rows
-from midtread.numerics.qarray import QArray
+from midtread.lm.moe import Moe
 
-INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+saved = jax.checkpoint_policies
 POLICIES = {
     "full": None,
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "minimal": saved.save_from_both_policies(
+        saved.dots_with_no_batch_dims_saveable,
+        saved.save_only_these_names(*blockwise.SAVED),
+    ),
 }
 
 
 STACKED = {nnx.PARTITION_NAME: "layers"}
-
-
-class Place(NamedTuple):
-    """Where each token of a batch stands."""
-
-    positions: jax.Array  # [B, T] in its document
-    segments: jax.Array | None = None  # [B, T] which document of the row; 0 is padding
-
-
-def named(init, *names: str | None):
-    """An initializer whose array knows its axes; no mesh is asked for to make it."""
-    return nnx.with_partitioning(init, names, eager_sharding=False)
-
-
-class Linear(nnx.Module):
-    """x @ kernel, in the compute dtype whatever the kernel is kept in."""
-
-    def __init__(self, m: Model, din: int, dout: int, names: tuple, rngs: nnx.Rngs):
-        init = named(INIT, *names)
-        self.kernel = nnx.Param(
-            init(rngs.params(), (din, dout), jnp.dtype(m.weight_dtype))
-        )
-        self.dtype = jnp.dtype(m.dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = jnp.asarray(self.kernel[...], self.dtype)
-        sums = (((x.ndim - 1,), (0,)), ((), ()))
-        return jax.lax.dot_general(x, kernel, sums, preferred_element_type=self.dtype)
-
-
-class Embed(nnx.Embed):
-    """Rows of a table. Their gradients are summed in the table's dtype: a bfloat16 sum of
-    the many uses of a frequent token loses most of them, and no GPU adds bfloat16 to
-    memory that others are adding to without trying again and again."""
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = jnp.take(self.embedding[...], tokens, axis=0)
-        return rows.astype(self.dtype)
-
-
-def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        width,
-        epsilon=m.normalization_layer_epsilon,
-        dtype=jnp.dtype(m.dtype),
-        param_dtype=jnp.dtype(m.weight_dtype),
-        scale_init=named(nnx.initializers.ones_init(), name),
-        rngs=rngs,
-    )
-
-
-def attend(q, k, v, mask, gain: float = 1.0) -> jax.Array:
-    """softmax(gain q k^T / sqrt(h)) v: q [B T H h], k and v [B S K h] or cached, mask
-    [B T S]."""
-    B, T, H, h = q.shape
-    k_codes, k_scale = kv.codes(k, q.dtype)
-    v_codes, v_scale = kv.codes(v, q.dtype)
-    K = k_codes.shape[2]
-    q = q.reshape(B, T, K, H // K, h)
-    wide = {"preferred_element_type": jnp.float32}
-    logits = jnp.einsum("btkgh,bskh->bkgts", q, k_codes, **wide) * (gain * h**-0.5)
-    if k_scale is not None:  # [B S K 1]: of the codes that were summed over h
-        logits *= k_scale.transpose(0, 2, 3, 1)[:, :, None]
-    logits = jnp.where(mask[:, None, None], logits, -1e30)
-    weights = jax.nn.softmax(logits, axis=-1)
-    if v_scale is not None:  # varies along the sum over s: goes into the weights
-        weights *= v_scale.transpose(0, 2, 3, 1)[:, :, None]
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(q.dtype), v_codes)
-    return out.reshape(B, T, H, v_codes.shape[-1])
-
-
-def seen_by(place: Place, cache: Any) -> jax.Array:
-    """[B, T, S]: which earlier tokens each token may look at."""
-    if cache is not None:
-        slots = jnp.arange(cache.length)
-        return slots[None, None, :] <= place.positions[:, :, None]
-    T = place.positions.shape[1]
-    causal = jnp.tril(jnp.ones((T, T), bool))[None]
-    if place.segments is None:
-        return causal
-    same = place.segments[:, :, None] == place.segments[:, None, :]
-    return causal & same
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention."""
-
-    def __init__(self, m: Model, rngs: nnx.Rngs):
-        H, K, h, D = m.num_query_heads, m.num_kv_heads, m.head_dim, m.emb_dim
-        self.query = Linear(m, D, H * h, ("embed", "heads"), rngs)
-        self.key = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
-        self.value = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
-        self.out = Linear(m, H * h, D, ("heads", "embed"), rngs)
-        if m.use_qk_norm:
-            self.query_norm, self.key_norm = norm(m, h, rngs), norm(m, h, rngs)
-        self.shape, self.rope, self.norms = (H, K, h), rope.of(m), m.use_qk_norm
-
-    def __call__(self, x: jax.Array, place: Place, cache: Any):
-        (H, K, h), (B, T, _) = self.shape, x.shape
-        q = self.query(x).reshape(B, T, H, h)
-        k = self.key(x).reshape(B, T, K, h)
-        v = self.value(x).reshape(B, T, K, h)
-        if self.norms:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (self.rope.rotate(a, place.positions) for a in (q, k))
-        mask = seen_by(place, cache)
-        if cache is not None:
-            cache = cache.write(place.positions, k=k, v=v)
-            k, v = cache.rows["k"], cache.rows["v"]
-        out, gain = None, self.rope.logits_gain
-        if T == 1 and isinstance(k, QArray) and isinstance(v, QArray):
-            out = choose.attend(q, k, v, place.positions[:, 0] + 1, gain)
-        if out is None:
-            out = attend(q, k, v, mask, gain)
-        return self.out(out.reshape(B, T, H * h)), cache
-
-
-class LatentAttention(nnx.Module):
-    """DeepSeek's MLA: keys and values are read off a narrow latent, which is what a
-    cache keeps, besides one rotary key that all heads share (arXiv 2405.04434)."""
-
-    def __init__(self, m: Model, rngs: nnx.Rngs):
-        H, D, R = m.num_query_heads, m.emb_dim, m.kv_lora_rank
-        nope, turned, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-        if m.q_lora_rank:
-            self.wq_a = Linear(m, D, m.q_lora_rank, ("embed", "q_lora"), rngs)
-            self.q_norm = norm(m, m.q_lora_rank, rngs)
-        width = m.q_lora_rank or D
-        axis = "q_lora" if m.q_lora_rank else "embed"
-        self.wq_b = Linear(m, width, H * (nope + turned), (axis, "heads"), rngs)
-        self.wkv_a = Linear(m, D, R + turned, ("embed", "kv_lora"), rngs)
-        self.kv_norm = norm(m, R, rngs)
-        self.wkv_b = Linear(m, R, H * (nope + vh), ("kv_lora", "heads"), rngs)
-        self.out = Linear(m, H * vh, D, ("heads", "embed"), rngs)
-        self.sizes, self.rope = (H, R, nope, turned, vh), rope.of(m)
-        self.has_bottleneck = bool(m.q_lora_rank)
-
-    def __call__(self, x: jax.Array, place: Place, cache: Any):
-        (H, R, nope, turned, vh), (B, T, _) = self.sizes, x.shape
-        low = self.q_norm(self.wq_a(x)) if self.has_bottleneck else x
-        q = self.wq_b(low).reshape(B, T, H, nope + turned)
-        q_rope = self.rope.rotate(q[..., nope:], place.positions)
-        q = jnp.concatenate([q[..., :nope], q_rope], -1)
-        both = self.wkv_a(x)
-        latent = self.kv_norm(both[..., :R])[:, :, None]
-        k_rope = self.rope.rotate(both[:, :, None, R:], place.positions)
-        mask = seen_by(place, cache)
-        if cache is not None:
-            cache = cache.write(place.positions, latent=latent, k_rope=k_rope)
-            latent = kv.restore(cache.rows["latent"], x.dtype)
-            k_rope = kv.restore(cache.rows["k_rope"], x.dtype)
-        S = latent.shape[1]
-        wide = self.wkv_b(latent[:, :, 0]).reshape(B, S, H, nope + vh)
-        k_rope = jnp.broadcast_to(k_rope, (B, S, H, turned))
-        k = jnp.concatenate([wide[..., :nope], k_rope], -1)
-        out = attend(q, k, wide[..., nope:], mask, self.rope.logits_gain)
-        return self.out(out.reshape(B, T, H * vh)), cache
 
 
 class Mlp(nnx.Module):
@@ -221,8 +66,6 @@ class Layer(nnx.Module):
         self.post_self_attention_layer_norm = norm(m, m.emb_dim, rngs, "embed")
         self.sparse = sparse
         if sparse:
-            from midtread.lm.moe import Moe  # which takes its parts from here
-
             self.MoeBlock_0 = Moe(m, rngs)
             if m.shared_experts:
                 width = m.shared_experts * m.moe_mlp_dim
@@ -411,7 +254,8 @@ class Transformer(nnx.Module):
     ) -> Output:
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        place = Place(positions, segments)
+        starts = None if segments is None else document_starts(segments)
+        place = Place(positions, starts)
         embedded = self.embed(tokens)
         x, balance, cache = self.decoder(embedded, place, cache)
         ahead = []

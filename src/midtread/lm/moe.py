@@ -22,7 +22,7 @@ from flax import nnx
 
 from midtread.lm import ring
 from midtread.lm.config import Model
-from midtread.lm.model import Linear
+from midtread.lm.layers import Linear
 
 
 class Load(NamedTuple):

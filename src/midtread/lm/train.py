@@ -53,7 +53,7 @@ FREE = {
     *keys(Decoding), "overwrite", "enable_tensorboard", "eval_interval", "eval_steps",
     "target_loss", "async_checkpointing", "checkpoint_period",
     "max_num_checkpoints_to_keep", "enable_checkpointing", "base_output_directory",
-    "run_name", "model_name", "remat_policy", "mesh",
+    "run_name", "model_name", "remat_policy", "attention", "mesh",
 }  # fmt: skip
 MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away
 

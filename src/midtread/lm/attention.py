@@ -1,0 +1,486 @@
+"""Attention: which earlier tokens each token looks at, and what it takes from them.
+
+    out = softmax(softcap(scale q k^T)) v       over the keys that each query sees
+
+What a query sees is a range of keys (`Seen`): from where its document begins, or its
+window, to itself; in a cache, from the first slot or the window's to its own. Ranges are
+two numbers a query, where a mask is as many as there are keys, so documents packed into a
+row stay apart in every implementation. `attend` has these, and takes the first that can:
+
+    decode      one query against a cache of codes      kernels/attention_gpu.py
+    tokamax     Hopper, ranges, soft caps               the package tokamax, if installed
+    cudnn       NVIDIA, bfloat16; documents as a mask   jax.nn.dot_product_attention
+    plain       the formula as it stands, where its logits are one block, or where a rule
+                quantizes them: the only one whose matmuls a provider can see
+    blockwise   anything, anywhere                      lm/blockwise.py
+
+All compute the same up to rounding: in float32 within 1e-5 of the plain formula, in
+bfloat16 within 2e-2 of the largest value (tests/lm/test_attention.py). The key `attention`
+insists on one of them. An implementation says why it cannot run before it is run, so what
+one cannot take goes to the next, and `midtread explain` prints the reasons.
+
+Letters: B batch, T queries, S keys, D emb_dim, H query heads, K kv heads, G = H / K, h
+head_dim, R kv_lora_rank.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.kernels import choose, wanted
+from midtread.lm import blockwise, rope
+from midtread.lm import cache as kv
+from midtread.lm.config import Model, UsageError
+from midtread.lm.layers import Linear, norm
+from midtread.model.provider import get_current_rule
+from midtread.model.running import disable_interceptions
+from midtread.numerics.qarray import QArray
+from midtread.ops import witness
+
+FEW = 128  # queries: fewer do not fill a kernel's block
+
+
+# --- what is seen -----------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where each token of a batch stands."""
+
+    positions: jax.Array  # [B, T] in its document
+    starts: jax.Array | None = None  # [B, T] where in the row its document begins
+
+
+def document_starts(segments: jax.Array) -> jax.Array:
+    """Where each token's document begins, from which document it belongs to, both [B T].
+
+    A document is a run of equal numbers.
+
+    >>> document_starts(jnp.array([[1, 1, 2, 2, 2, 0]]))
+    Array([[0, 0, 2, 2, 2, 5]], dtype=int32)
+    """
+    T = segments.shape[1]
+    index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["first", "stop"],
+    meta_fields=["is_causal", "is_packed", "window"],
+)
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """The keys first <= s < stop that each query [B, T] sees; it sees one at least."""
+
+    first: jax.Array
+    stop: jax.Array
+    is_causal: bool = False  # as many keys as queries, and stop is the query's next
+    is_packed: bool = False  # first depends on documents, not on the window alone
+    window: int | None = None
+
+    def mask(self, S: int) -> jax.Array:
+        """The same as booleans [B, T, S]."""
+        slots = jnp.arange(S)
+        return (slots >= self.first[..., None]) & (slots < self.stop[..., None])
+
+
+def seen_by(place: Place, cache: Any = None, window: int | None = None) -> Seen:
+    """What each token sees: its document up to itself, or the cache up to its slot.
+
+    Args:
+        window: tokens that it looks at, itself among them; None: all before it.
+    """
+    index = place.positions.astype(jnp.int32)
+    if cache is None:
+        T = place.positions.shape[1]
+        index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), index.shape)
+    first = jnp.zeros_like(index)
+    is_packed = cache is None and place.starts is not None
+    if is_packed:
+        first = place.starts
+    if window is not None:
+        first = jnp.maximum(first, index - (window - 1))
+    return Seen(first, index + 1, cache is None, is_packed, window)
+
+
+# --- the formula ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of `attend`: what an implementation decides on, and runs."""
+
+    q: jax.Array
+    k: jax.Array | QArray
+    v: jax.Array | QArray
+    seen: Seen
+    scale: float
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """T and S."""
+        return self.q.shape[1], self.k.shape[1]
+
+    def restored(self) -> "Call":
+        """The same with keys and values as arrays."""
+        k, v = (kv.restore(x, self.q.dtype) for x in (self.k, self.v))
+        return dataclasses.replace(self, k=k, v=v)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array | QArray,
+    v: jax.Array | QArray,
+    seen: Seen,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """softmax(softcap(scale q k^T)) v over the keys that each query sees.
+
+    Shapes: q [B T H h], k [B S K h], v [B S K w] -> [B T H w]; K divides H.
+
+    Args:
+        k: keys as an array, or as codes of a cache; v likewise.
+        seen: `seen_by(place)`.
+        scale: of logits; None: 1 / sqrt(h).
+        softcap: c tanh(logit / c) in place of each logit (Gemma 2).
+        sinks: [H] a logit of each head that takes weight and has no value (gpt-oss).
+        implementation: one of IMPLEMENTATIONS by name, or "auto".
+
+    Returns:
+        [B, T, H, w] in q's dtype.
+
+    Raises:
+        UsageError: the implementation asked for cannot do this.
+
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> place = Place(jnp.arange(4)[None])
+    >>> attend(x, x, x, seen_by(place, window=2)).shape
+    (1, 4, 2, 8)
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(q, k, v, seen, scale, softcap, sinks)
+    if witness.key() is not None:  # explain asks for ops, and computes nothing
+        return plain(call)
+    name, refusals = choose_for(call, implementation)
+    if name is None:
+        raise UsageError(
+            f"attention={implementation} cannot run: {refusals[implementation]}. "
+            "Write attention=auto to leave the choice to Midtread."
+        )
+    return IMPLEMENTATIONS[name].run(call)
+
+
+def choose_for(call: Call, asked: str = "auto") -> tuple[str | None, dict[str, str]]:
+    """The implementation that runs a call, and why those before it do not."""
+    if asked == "plain":
+        return asked, {}
+    refusals = {}
+    for name in IMPLEMENTATIONS if asked == "auto" else (asked,):
+        reason = IMPLEMENTATIONS[name].why_not(call)
+        if reason is None:
+            return name, refusals
+        refusals[name] = reason
+    return None, refusals
+
+
+def plain(call: Call) -> jax.Array:
+    """The formula as it stands, all logits in memory."""
+    q, seen = call.q, call.seen
+    B, T, H, h = q.shape
+    k_codes, k_scale = kv.codes(call.k, q.dtype)
+    v_codes, v_scale = kv.codes(call.v, q.dtype)
+    K = k_codes.shape[2]
+    q = q.reshape(B, T, K, H // K, h)
+    wide = {"preferred_element_type": jnp.float32}
+    logits = jnp.einsum("btkgh,bskh->bkgts", q, k_codes, **wide) * call.scale
+    if k_scale is not None:  # [B S K 1]: of the codes that were summed over h
+        logits *= k_scale.transpose(0, 2, 3, 1)[:, :, None]
+    if call.softcap is not None:
+        logits = call.softcap * jnp.tanh(logits / call.softcap)
+    mask = seen.mask(k_codes.shape[1])
+    logits = jnp.where(mask[:, None, None], logits, blockwise.LOWEST)
+    if call.sinks is not None:
+        sinks = call.sinks.astype(jnp.float32).reshape(1, K, -1, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, sinks], -1)
+    weights = jax.nn.softmax(logits, axis=-1)
+    if call.sinks is not None:
+        weights = weights[..., :-1]
+    if v_scale is not None:  # varies along the sum over s: goes into the weights
+        weights *= v_scale.transpose(0, 2, 3, 1)[:, :, None]
+    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(q.dtype), v_codes)
+    return out.reshape(B, T, H, v_codes.shape[-1])
+
+
+def _is_one_block(call: Call) -> bool:
+    T, S = call.sizes
+    return T * S <= blockwise.BLOCK**2
+
+
+def _rule_of_logits() -> bool:
+    """Whether a rule quantizes attention's own two matmuls, both of activations."""
+    rule = get_current_rule("einsum")
+    return rule is not None and bool(rule.act_qtype or rule.recipe)
+
+
+def _why_not_plain(call: Call) -> str | None:
+    if _is_one_block(call) or _rule_of_logits():
+        return None
+    T, S = call.sizes
+    return f"logits of {T} x {S} would be written to memory"
+
+
+# --- implementations --------------------------------------------------------------------------
+
+
+def _why_not_decode(call: Call) -> str | None:
+    if call.sizes[0] != 1:
+        return "it is for one query a sequence"
+    if not (isinstance(call.k, QArray) and isinstance(call.v, QArray)):
+        return "it is for a cache of codes (quantize_kvcache=true)"
+    if call.softcap is not None or call.sinks is not None:
+        return "it has no soft cap and no sinks"
+    if call.seen.window is not None or call.seen.is_causal:
+        return "it sees a cache from its first slot"
+    return choose.why_not_attend(call.q, call.k, call.v)
+
+
+def _decode(call: Call) -> jax.Array:
+    gain = call.scale * call.q.shape[-1] ** 0.5
+    return choose.attend(call.q, call.k, call.v, call.seen.stop[:, 0], gain)
+
+
+def _why_not_flash(call: Call) -> str | None:
+    """What no flash kernel of another library takes."""
+    if _rule_of_logits():
+        return (
+            "a rule quantizes attention's matmuls, which only the plain formula shows"
+        )
+    if call.sinks is not None:
+        return "it has no sinks"
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it is for bfloat16 and float16, not {call.q.dtype}"
+    if call.sizes[0] < FEW:
+        return f"{call.sizes[0]} queries do not fill a block of {FEW}"
+    if not wanted.is_static(call.q, *jax.tree.leaves((call.k, call.v))):
+        return wanted.SYMBOLIC
+    return None
+
+
+def _why_it_fails(run: Callable, call: Call) -> str | None:
+    """What a library says when it traces this, backward too; None if it can."""
+    call = call.restored()
+
+    def gradients(q, k, v, first, stop):
+        seen = dataclasses.replace(call.seen, first=first, stop=stop)
+        here = lambda q, k, v: run(dataclasses.replace(call, q=q, k=k, v=v, seen=seen))
+        out, vjp = jax.vjp(here, q, k, v)
+        return vjp(out)
+
+    seen = call.seen
+    arrays = (call.q, call.k, call.v, seen.first, seen.stop)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    try:
+        jax.eval_shape(gradients, *shapes)
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return lines[0].rstrip(".")
+    return None
+
+
+def _as_wide_as_keys(call: Call) -> Call:
+    """Values as wide as keys, for kernels that know one width (MLA has two)."""
+    spare = call.k.shape[-1] - call.v.shape[-1]
+    v = jnp.pad(call.v, [(0, 0)] * 3 + [(0, spare)]) if spare else call.v
+    return dataclasses.replace(call, v=v)
+
+
+def _why_not_tokamax(call: Call) -> str | None:
+    reason = wanted.why_no_gpu(hopper=True) or _why_not_flash(call)
+    if reason is not None:
+        return reason
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed (pip install 'midtread[tokamax]')"
+    if not call.seen.is_causal:
+        return "its ranges are of as many keys as queries"
+    if not wanted.is_alone():
+        return "it runs on one device, and XLA cannot partition it"
+    return _why_it_fails(_tokamax, call)
+
+
+@disable_interceptions
+def _tokamax(call: Call) -> jax.Array:
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    call, seen = call.restored(), call.seen
+    window = None
+    if (
+        seen.is_packed or seen.window is not None
+    ):  # of every query, how far back it looks
+        back = jnp.arange(call.sizes[0], dtype=jnp.int32) - seen.first
+        window = (back[:, None], 0)
+    return tokamax.dot_product_attention(
+        call.q,
+        call.k,
+        call.v,
+        scale=call.scale,
+        is_causal=True,
+        local_window_size=window,
+        logits_soft_cap=call.softcap,
+        implementation="mosaic",
+    )
+
+
+def _why_not_cudnn(call: Call) -> str | None:
+    reason = wanted.why_no_gpu(hopper=False) or _why_not_flash(call)
+    if reason is not None:
+        return reason
+    if wanted.is_interpreted():
+        return "kernels of ours are interpreted here, cuDNN's cannot be"
+    if call.softcap is not None:
+        return "it has no soft cap"
+    if call.v.shape[-1] > call.k.shape[-1]:
+        return "values are wider than keys"
+    return _why_it_fails(_cudnn, call)
+
+
+@disable_interceptions
+def _cudnn(call: Call) -> jax.Array:
+    call, seen, width = call.restored(), call.seen, call.v.shape[-1]
+    call = _as_wide_as_keys(call)
+    if seen.is_causal and not seen.is_packed:
+        window = None if seen.window is None else (seen.window - 1, 0)
+        what = {"is_causal": True, "local_window_size": window}
+    else:
+        what = {"mask": seen.mask(call.sizes[1])[:, None]}
+    out = jax.nn.dot_product_attention(
+        call.q, call.k, call.v, scale=call.scale, implementation="cudnn", **what
+    )
+    return out[..., :width]
+
+
+def _why_not_blockwise(call: Call) -> str | None:
+    if _rule_of_logits():
+        return (
+            "a rule quantizes attention's matmuls, which only the plain formula shows"
+        )
+    if not wanted.is_static(call.q, *jax.tree.leaves((call.k, call.v))):
+        return wanted.SYMBOLIC
+    return None
+
+
+def _blockwise(call: Call) -> jax.Array:
+    call, seen = call.restored(), call.seen
+    how = (call.scale, call.softcap, call.sinks)
+    return blockwise.attend(call.q, call.k, call.v, seen.first, seen.stop, *how)
+
+
+class Implementation(NamedTuple):
+    why_not: Callable[[Call], str | None]
+    run: Callable[[Call], jax.Array]
+
+
+IMPLEMENTATIONS = {
+    "decode": Implementation(_why_not_decode, _decode),
+    "tokamax": Implementation(_why_not_tokamax, _tokamax),
+    "cudnn": Implementation(_why_not_cudnn, _cudnn),
+    "plain": Implementation(_why_not_plain, plain),
+    "blockwise": Implementation(_why_not_blockwise, _blockwise),
+}
+
+
+# --- modules ----------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, m: Model, rngs: nnx.Rngs):
+        H, K, h, D = m.num_query_heads, m.num_kv_heads, m.head_dim, m.emb_dim
+        self.query = Linear(m, D, H * h, ("embed", "heads"), rngs)
+        self.key = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
+        self.value = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
+        self.out = Linear(m, H * h, D, ("heads", "embed"), rngs)
+        if m.use_qk_norm:
+            self.query_norm, self.key_norm = norm(m, h, rngs), norm(m, h, rngs)
+        self.shape, self.rope, self.norms = (H, K, h), rope.of(m), m.use_qk_norm
+        self.implementation = m.attention
+
+    def __call__(self, x: jax.Array, place: Place, cache: Any):
+        (H, K, h), (B, T, _) = self.shape, x.shape
+        q = self.query(x).reshape(B, T, H, h)
+        k = self.key(x).reshape(B, T, K, h)
+        v = self.value(x).reshape(B, T, K, h)
+        if self.norms:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = (self.rope.rotate(a, place.positions) for a in (q, k))
+        seen = seen_by(place, cache)
+        if cache is not None:
+            cache = cache.write(place.positions, k=k, v=v)
+            k, v = cache.rows["k"], cache.rows["v"]
+        out = attend(
+            q, k, v, seen,
+            scale=self.rope.logits_gain * h**-0.5,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return self.out(out.reshape(B, T, H * h)), cache
+
+
+class LatentAttention(nnx.Module):
+    """DeepSeek's MLA: keys and values are read off a narrow latent, which is what a
+    cache keeps, besides one rotary key that all heads share (arXiv 2405.04434)."""
+
+    def __init__(self, m: Model, rngs: nnx.Rngs):
+        H, D, R = m.num_query_heads, m.emb_dim, m.kv_lora_rank
+        nope, turned, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
+        if m.q_lora_rank:
+            self.wq_a = Linear(m, D, m.q_lora_rank, ("embed", "q_lora"), rngs)
+            self.q_norm = norm(m, m.q_lora_rank, rngs)
+        width = m.q_lora_rank or D
+        axis = "q_lora" if m.q_lora_rank else "embed"
+        self.wq_b = Linear(m, width, H * (nope + turned), (axis, "heads"), rngs)
+        self.wkv_a = Linear(m, D, R + turned, ("embed", "kv_lora"), rngs)
+        self.kv_norm = norm(m, R, rngs)
+        self.wkv_b = Linear(m, R, H * (nope + vh), ("kv_lora", "heads"), rngs)
+        self.out = Linear(m, H * vh, D, ("heads", "embed"), rngs)
+        self.sizes, self.rope = (H, R, nope, turned, vh), rope.of(m)
+        self.has_bottleneck = bool(m.q_lora_rank)
+        self.implementation = m.attention
+
+    def __call__(self, x: jax.Array, place: Place, cache: Any):
+        (H, R, nope, turned, vh), (B, T, _) = self.sizes, x.shape
+        low = self.q_norm(self.wq_a(x)) if self.has_bottleneck else x
+        q = self.wq_b(low).reshape(B, T, H, nope + turned)
+        q_rope = self.rope.rotate(q[..., nope:], place.positions)
+        q = jnp.concatenate([q[..., :nope], q_rope], -1)
+        both = self.wkv_a(x)
+        latent = self.kv_norm(both[..., :R])[:, :, None]
+        k_rope = self.rope.rotate(both[:, :, None, R:], place.positions)
+        seen = seen_by(place, cache)
+        if cache is not None:
+            cache = cache.write(place.positions, latent=latent, k_rope=k_rope)
+            latent = kv.restore(cache.rows["latent"], x.dtype)
+            k_rope = kv.restore(cache.rows["k_rope"], x.dtype)
+        S = latent.shape[1]
+        wide = self.wkv_b(latent[:, :, 0]).reshape(B, S, H, nope + vh)
+        k_rope = jnp.broadcast_to(k_rope, (B, S, H, turned))
+        k = jnp.concatenate([wide[..., :nope], k_rope], -1)
+        out = attend(
+            q, k, wide[..., nope:], seen,
+            scale=self.rope.logits_gain * (nope + turned) ** -0.5,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return self.out(out.reshape(B, T, H * vh)), cache

@@ -1,0 +1,171 @@
+"""Attention in blocks is attention: values and gradients, on random packings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import midtread as mt
+from midtread.lm import attention, blockwise, settings
+from midtread.lm import cache as kv
+from midtread.lm import model as models
+from midtread.lm.attention import Call, Place, attend, document_starts, seen_by
+from midtread.lm.config import Model, UsageError, section
+
+#        B, T, S, H, K, h, w, and what else
+SHAPES = {
+    "grouped": (2, 70, 70, 4, 2, 16, 16, {}),
+    "latent": (1, 40, 40, 3, 3, 24, 16, {}),
+    "all": (2, 50, 50, 4, 2, 8, 8, {"window": 20, "softcap": 2.0, "sinks": True}),
+}
+CASES = [("grouped", jnp.bfloat16, 2e-2), ("latent", jnp.float32, 1e-5)]
+CASES += [("all", jnp.float32, 1e-5)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+
+
+def packing(key, B, T):
+    """Documents of random lengths, padding after the last."""
+    begins = jax.random.bernoulli(key, 0.1, (B, T))
+    segments = 1 + jnp.cumsum(begins, axis=1)
+    return jnp.where(jnp.arange(T) >= T - 3, 0, segments)
+
+
+def example(key, name, dtype=jnp.float32):
+    B, T, S, H, K, h, w, how = SHAPES[name]
+    keys = jax.random.split(key, 6)
+    shapes = ((B, T, H, h), (B, S, K, h), (B, S, K, w), (B, T, H, w))
+    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
+    starts = document_starts(packing(keys[4], B, T))
+    seen = seen_by(Place(starts, starts), window=how.get("window"))
+    sinks = jax.random.normal(keys[5], (H,)) if how.get("sinks") else None
+    return arrays, seen, {"softcap": how.get("softcap"), "sinks": sinks}
+
+
+def results(implementation, arrays, seen, how):
+    """The output and every gradient."""
+
+    @jax.jit
+    def run(q, k, v, g, sinks):
+        def out(q, k, v, sinks):
+            what = {**how, "sinks": sinks, "implementation": implementation}
+            return attend(q, k, v, seen, **what)
+
+        value, vjp = jax.vjp(out, q, k, v, sinks)
+        return value, vjp(g)
+
+    return run(*arrays, how["sinks"])
+
+
+@pytest.mark.parametrize("name,dtype,atol", CASES)
+def test_blocks_are_the_formula(key, name, dtype, atol, small_blocks):
+    arrays, seen, how = example(key, name, dtype)
+    blocks, plain = (
+        jax.tree.leaves(results(x, arrays, seen, how)) for x in ("blockwise", "plain")
+    )
+    for got, want in zip(blocks, plain, strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        largest = max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(got, want, atol=atol * largest, rtol=0)
+
+
+def test_the_formula_is_the_formula(key):
+    """Against JAX's own, with documents and a window as a mask."""
+    (q, k, v, _), seen, _ = example(key, "all")
+    mask = seen.mask(k.shape[1])[:, None]
+    want = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    np.testing.assert_allclose(attend(q, k, v, seen), want, atol=1e-5)
+
+
+def test_documents_do_not_see_each_other(key, small_blocks):
+    """What stands in one document changes nothing in the next."""
+    (q, k, v, _), _, _ = example(key, "grouped")
+    segments = jnp.where(jnp.arange(70) < 33, 1, 2)[None].repeat(2, 0)
+    seen = seen_by(Place(segments, document_starts(segments)))
+    run = lambda v: attend(q, k, v, seen, implementation="blockwise")
+    there = jnp.arange(70)[:, None, None] < 33
+    np.testing.assert_array_equal(run(v)[:, 33:], run(jnp.where(there, 9, v))[:, 33:])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_cache_is_read_in_blocks(key, quantized, small_blocks):
+    """Twenty tokens after thirty others, against a cache of a hundred slots."""
+    m = Model(num_kv_heads=2, head_dim=16, num_query_heads=4, num_decoder_layers=1)
+    how = ("int8", "dkv") if quantized else None
+    held = jax.tree.map(lambda a: a[0], kv.make(m, 2, 100, how)["layers"])
+    new = jax.random.normal(key, (2, 2, 50, 2, 16), jnp.bfloat16)
+    slots = jnp.broadcast_to(jnp.arange(50), (2, 50))
+    held = held.write(slots, k=new[0], v=new[1])
+    q = jax.random.normal(key, (2, 20, 4, 16), jnp.bfloat16)
+    seen = seen_by(Place(slots[:, 30:]), held, window=25)
+    run = functools.partial(attend, q, held.rows["k"], held.rows["v"], seen)
+    got, want = (run(implementation=x) for x in ("blockwise", "plain"))
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02
+    )
+
+
+def test_logits_are_not_in_memory():
+    """One head of 4,096 tokens: its logits would be 64 MiB."""
+    x = jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)
+    seen = seen_by(Place(jnp.arange(4096)[None]))
+    loss = lambda q, k, v: jnp.sum(attend(q, k, v, seen) ** 2)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 * 2**20
+
+
+def test_a_layer_keeps_the_output_and_runs_once():
+    """With remat_policy=minimal the backward does not run attention's forward again."""
+    x = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
+    seen = seen_by(Place(jnp.arange(1024)[None]))
+    run = lambda q: jnp.sum(attend(q, q, q, seen))
+
+    def loops(policy):
+        text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy)))(x))
+        return text.count(" while[")
+
+    assert loops(models.POLICIES["minimal"]) < loops(None)
+
+
+def call(key, T, dtype=jnp.bfloat16, **how):
+    q = jnp.ones((1, T, 2, 64), dtype)
+    seen = seen_by(Place(jnp.arange(T)[None]), window=how.pop("window", None))
+    return Call(q, q, q, seen, 1.0, **how)
+
+
+def test_the_first_that_can_is_taken(key):
+    name, refusals = attention.choose_for(call(key, 128))
+    assert name == "plain" and "not an NVIDIA GPU" in refusals["cudnn"]
+    name, refusals = attention.choose_for(call(key, 1024))
+    assert name == "blockwise" and "1024 x 1024" in refusals["plain"]
+
+
+def test_a_wish_that_cannot_be_met_says_why(key):
+    c = call(key, 256)
+    with pytest.raises(UsageError, match="attention=cudnn cannot run: the device is"):
+        attend(c.q, c.k, c.v, c.seen, implementation="cudnn")
+
+
+def test_a_rule_for_the_logits_is_honoured(key):
+    """A rule that quantizes einsums of activations reaches attention at any length."""
+    words = ["tiny", "max_target_length=1024", "num_decoder_layers=1", "batch_size=1"]
+    m = section(settings.load(words), Model)
+    net = models.create(m)
+    tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    rule = {"module_path": ".*self_attention", "op_names": ("einsum",)}
+    provider = mt.QtProvider([mt.QtRule(**rule, weight_qtype="int8", act_qtype="int8")])
+    graph, state = nnx.split(mt.quantize_model(net, provider, tokens))
+    run = lambda state, tokens: nnx.merge(graph, state)(tokens).logits
+    text = str(jax.make_jaxpr(run)(state, tokens))
+    assert "i32[1,1,2,1024,1024]" in text.replace(" ", "")
+
+
+def test_words_that_mean_nothing_are_refused():
+    with pytest.raises(UsageError, match="attention=flash is not one of its values"):
+        settings.load(["tiny", "attention=flash"])
