@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 from midtread.numerics.formats import FORMATS, NF4, Format
@@ -48,6 +49,13 @@ UNSIGNED = {"uint2": range(4), "uint4": range(16), "uint8": range(256)}
 TABLES = {"nf4": NF4, "int1": (-1.0, 1.0)}
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+def shared_variables(a: nnx.Module, b: nnx.Module) -> list[nnx.Variable]:
+    """The Variables, random state included, that are objects of both models."""
+    found = [dict(nnx.iter_graph(model)).values() for model in (a, b)]
+    ids = {id(node) for node in found[0] if isinstance(node, nnx.Variable)}
+    return [node for node in found[1] if id(node) in ids]
 
 
 def float_value(code: int, name: str) -> Fraction | float:

@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
+from tests.support import shared_variables
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
@@ -109,6 +110,42 @@ def test_the_model_passed_in_is_untouched():
     assert (
         isinstance(quantized.head, mt.WithAux) and type(quantized).__name__ == "NnxNet"
     )
+
+
+class WithState(nnx.Module):
+    """Parameters, statistics and random streams: all that a call or a step may change."""
+
+    def __init__(self, rngs):
+        self.mlp = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.mlp(x)))
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [
+        mt.QtProvider([mt.QtRule(**INT8)]),
+        mt.PtqProvider([mt.QuantizationRule(**INT8)]),
+        mt.LoraProvider([mt.LoraRule(rank=2, alpha=2.0)]),
+        mt.OdmlQatProvider([mt.QuantizationRule(**INT8)]),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_no_variable_is_shared_with_the_float_model(provider):
+    """Neither a step of the optimizer nor a call may be seen from the other side."""
+    model = WithState(nnx.Rngs(0))
+    quantized = mt.quantize_model(model, provider, X, rngs=nnx.Rngs(1))
+    assert not shared_variables(model, quantized)
+    before = jax.tree.map(
+        np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+    )
+    quantized(X)
+    nnx.update(quantized, jax.tree.map(jnp.zeros_like, nnx.state(quantized, nnx.Param)))
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 @pytest.mark.parametrize("donate, most", [(False, 1.28), (True, 1.06)])

@@ -28,7 +28,7 @@ from midtread.providers.adapters import (
 from midtread.providers.lora import LoraProvider, LoraRule, apply_lora_to_model
 from midtread.providers.params import quantize_params
 from midtread.providers.ptq import PtqProvider
-from tests.support import mesh
+from tests.support import mesh, shared_variables
 
 NOT_ZERO = {"lora_b_initializer": initializers.normal(0.5)}  # so that B does something
 QTYPES = [None, "int8", "nf4", "int4", "float8_e4m3fn"]
@@ -446,6 +446,7 @@ def test_merged_nnx_gives_the_same_output(qtype):
     model, provider = lora_nnx(weight_qtype=qtype)
     merged = merge_lora(model, provider)
     assert type(merged) is Nnx
+    assert not shared_variables(merged, model)
     assert not lora_params(merged)
     assert_close(merged(data()), model(data()))
 

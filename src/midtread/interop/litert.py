@@ -191,7 +191,7 @@ def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, 
     stats = nnx.state(model, flaxlib.QuantStat) if quant_stats is None else quant_stats
     params = nnx.state(model, nnx.Param)
     provider = OdmlConversionProvider(trained.given, params, stats, **options)
-    twin = flaxlib.adopt_nnx(nnx.merge(*nnx.split(model)), provider, method)
+    twin = flaxlib.adopt_nnx(nnx.clone(model), provider, method)
     return provider, lambda *x: getattr(twin, method)(*x, **call)
 
 

@@ -142,7 +142,7 @@ def _open_nnx(model: nnx.Module) -> Tree:
                 )
                 variable = variable.replace(value)
             new.append((path, variable))
-        return nnx.merge(graph, nnx.from_flat_state(new))
+        return nnx.merge(graph, nnx.from_flat_state(new), copy=True)
 
     return Tree(entries, rebuild, frozenset(optional))
 

@@ -30,8 +30,9 @@ def quantize_model(
     Args:
         model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
         methods: the methods that run quantized; one for NNX.
-        donate: for NNX models: the float model is used up. Each float parameter is freed
-            as soon as its quantized one is there, instead of all being kept.
+        donate: for NNX models: `model` itself becomes the quantized one and is returned.
+            Each float parameter is freed as soon as its quantized one is there. Without
+            it, no Variable is shared: neither model sees what is done to the other.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
@@ -51,7 +52,7 @@ def quantize_model(
             raise ValueError("Only one method is supported for nnx models.")
         (method,) = methods
         if not donate:
-            model = nnx.merge(*nnx.split(model))  # new Variables over the same arrays
+            model = nnx.clone(model)  # new Variables over the same arrays
         return _quantize_nnx(model, provider, method, model_inputs, model_inputs_kwargs)
     raise ValueError(
         f"Unsupported model type: {type(model)}. Midtread quantizes flax.linen and flax.nnx "

@@ -181,7 +181,7 @@ def _changed(tree: Any, changes: dict[tuple, Any]) -> Any:
         flat = {**_flat(tree), **changes}
         kept = {path: v for path, v in flat.items() if v is not None}
         return flax.traverse_util.unflatten_dict(kept)
-    model = nnx.merge(*nnx.split(tree))
+    model = nnx.clone(tree)
     modules = dict(nnx.iter_modules(model))
     for (*path, name), value in changes.items():
         module = modules[tuple(path)]
