@@ -569,3 +569,26 @@ def test_layers_in_a_scan_have_their_own_noise(rounding, late):
     first, second = grads["layers"]["kernel"].get_value()
     assert bool(jnp.array_equal(first, second)) == (rounding is None)
     np.testing.assert_allclose(first, second, atol=0.5)
+
+
+@pytest.mark.parametrize("sick", ["weight", "input"])
+def test_nan_reaches_the_loss(sick):
+    """As it does in float, however large the layer, and in every provider."""
+    kernel = jax.random.normal(jax.random.key(0), (96, 96))
+    x = jax.random.normal(jax.random.key(1), (96, 96))
+    if sick == "weight":
+        kernel = kernel.at[3, 5].set(jnp.nan)
+    else:
+        x = x.at[3, 5].set(jnp.nan)
+    params = {"kernel": kernel, "bias": jnp.zeros(96)}
+    train = mt.quantize_model(nn.Dense(96), mt.QtProvider([mt.QtRule(**INT8)]))
+    serve = mt.quantize_model(nn.Dense(96), mt.PtqProvider([mt.QtRule(**INT8)]))
+
+    @jax.jit
+    def means(params, x):
+        shapes = jax.eval_shape(serve.init, jax.random.key(0), x)["params"]
+        codes = mt.quantize_params(params, shapes)
+        models = [(train, params), (serve, codes)]
+        return [jnp.mean(model.apply({"params": p}, x)) for model, p in models]
+
+    assert np.isnan(means(params, x)).all()

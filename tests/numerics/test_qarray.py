@@ -398,3 +398,19 @@ def test_nan_is_never_calibrated_away(method, width, key):
     how = {"channelwise_axes": [0], "tiled_axes": {1: 32}, "calibration_method": method}
     got = np.isnan(dequantize(quantize_in_jit(x, "int8", **how)))
     assert got[1, 32:].all() and got.sum() == width - 32
+
+
+@pytest.mark.parametrize("method", ["absmax", "minmax", "mse,2"])
+def test_nan_is_kept_at_any_size(method, key):
+    """XLA's maximum drops it on a CPU from 64 x 64 on, along rows and columns."""
+
+    @jax.jit
+    def lost(x):
+        makes = [{}, {"channelwise_axes": [0]}, {"channelwise_axes": [1]}]
+        makes += [{"tiled_axes": {0: 64, 1: 64}}, {"tiled_axes": {1: 64}}]
+        make = lambda shared: quantize(x, "int8", calibration_method=method, **shared)
+        return [jnp.sum(jnp.isnan(dequantize(make(shared)))) for shared in makes]
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = jax.random.normal(key, (128, 128), dtype).at[3, 5].set(np.nan)
+        assert lost(x) == [128 * 128, 128, 128, 64 * 64, 128 * 64]

@@ -23,14 +23,7 @@ from jax import lax
 from midtread.kernels import cpu
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import dtype_bits
-
-
-def platform() -> str:
-    """Where the computation being traced will run: 'cpu', 'gpu' or 'tpu'."""
-    device = jax.config.jax_default_device
-    if device is not None:
-        return device if isinstance(device, str) else device.platform
-    return jax.default_backend()
+from midtread.numerics.platforms import platform
 
 
 def operand_dtypes(lhs: Any, rhs: Any, mixed: bool = True) -> tuple[np.dtype, np.dtype]:

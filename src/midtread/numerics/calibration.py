@@ -12,6 +12,10 @@ for any other. Values beyond the window saturate.
     fixed,a           [-a, a]; fixed,lo,hi for any window holding 0. Always per tensor
     delayed[,m]       max of earlier steps' |x|, handed in (`AmaxHistory`), times 2^m
 
+A NaN among the elements that share a scale is the range, the scale and so all of them: it
+cannot be lost on the way. (A `fixed` or a static range is not found in the data: there a NaN
+is code 0, or NaN in a format that has one.)
+
 Ranges can also come from statistics gathered over many batches: `Average` for static
 ranges, `AmaxHistory` for delayed scaling. Both are pure: state in, state out.
 """
@@ -23,6 +27,8 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+
+from midtread.numerics.platforms import platform
 
 Range = Mapping[str, jax.Array]
 
@@ -123,14 +129,17 @@ def measure(
     """
     keep = functools.partial(dict, axis=axes, keepdims=True)
     if how.method == "minmax":
-        low = jnp.minimum(jnp.min(x, **keep()), 0) * jnp.asarray(how._factor, x.dtype)
-        high = jnp.maximum(jnp.max(x, **keep()), 0) * jnp.asarray(how._factor, x.dtype)
-        return {"min": low, "max": high}
+        low, high = -largest(-x, axes), largest(x, axes)
+        factor = jnp.asarray(how._factor, x.dtype)
+        return {
+            "min": jnp.minimum(low, 0) * factor,
+            "max": jnp.maximum(high, 0) * factor,
+        }
     if how.method == "absmax":
         if statistic == "absmean":
             amax = jnp.mean(jnp.abs(x), where=real, **keep())
         else:
-            amax = jnp.max(jnp.abs(x), **keep())
+            amax = largest(jnp.abs(x), axes)
         return {
             "absmax": amax * jnp.asarray(how._factor, x.dtype) if how.args else amax
         }
@@ -145,6 +154,20 @@ def measure(
             "Pass ranges=..., or use a provider that keeps the history."
         )
     return {"absmax": size.astype(x.dtype)}
+
+
+def largest(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """max x over `axes` (all of them), which are kept with extent 1; NaN where x has one.
+
+    XLA's own maximum says NaN as well, but on a CPU, where one of 64 x 64 float32 and more
+    drops it (jax 0.10 to 0.12). Other platforms keep the plain maximum and its fusions.
+    """
+    axes = tuple(range(x.ndim)) if axes is None else axes
+    found = jnp.max(x, axis=axes, keepdims=True)
+    if platform() != "cpu":
+        return found
+    has_nan = jnp.any(jnp.isnan(x), axis=axes, keepdims=True)
+    return jnp.where(has_nan, jnp.asarray(jnp.nan, x.dtype), found)
 
 
 def _percentile(size: jax.Array, p: float, real: jax.Array | None, keep: dict):

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.numerics import formats, rounding, views
-from midtread.numerics.calibration import Range, fixed_range, measure
+from midtread.numerics.calibration import Range, fixed_range, largest, measure
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.scales import Scales, compute_scales
 from midtread.numerics.spec import Spec
@@ -237,7 +237,7 @@ def _least_squares_window(
     """Of n windows f * absmax, f = 1, (n-1)/n ..., the one that loses least, per tile."""
     num = int(spec.calibration.args[0]) if spec.calibration.args else 32
     split, axes = views.split(x.shape, counts)
-    absmax = jnp.max(jnp.abs(x.reshape(split)), axis=axes).reshape(counts)
+    absmax = largest(jnp.abs(x.reshape(split)), axes).reshape(counts)
     nearest = dataclasses.replace(spec, rounding="nearest")
 
     def better(best, factor):

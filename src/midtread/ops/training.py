@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from midtread.kernels import choose, xla
-from midtread.numerics import hadamard, views
+from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate
@@ -157,7 +157,7 @@ def _backward(how, residuals, g):
 def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
     """max |x| of all of x, or what the spec's calibration puts in its place."""
     if spec is None or spec.method in ("delayed", "fixed"):
-        return jnp.max(jnp.abs(x))
+        return calibration.largest(jnp.abs(x))
     return calibrate(x, spec)["absmax"]
 
 

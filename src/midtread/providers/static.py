@@ -80,10 +80,10 @@ class StaticProvider(QtProvider):
         if not self._measuring:
             return {"absmax": held["absmax"].transpose(turn).astype(x.dtype)}
         seen = calibrate(jax.lax.stop_gradient(x), spec)["absmax"].astype(jnp.float32)
-        seen = jnp.max(seen, axis=shared, keepdims=True).transpose(back)
+        seen = calibration.largest(seen, shared).transpose(back)
         if flaxlib.can_update(module):
-            largest = jnp.maximum(held["absmax"], seen)
-            flaxlib.write(stat, {"count": held["count"] + 1, "absmax": largest})
+            absmax = jnp.maximum(held["absmax"], seen)
+            flaxlib.write(stat, {"count": held["count"] + 1, "absmax": absmax})
         return None  # that of the data at hand
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
