@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo examples test lint newest clean
+.PHONY: demo examples test lint docs newest clean
 
 # A language model in bf16 and in int8, then int4 weights of the latter; compared.
 MIDTREAD := $(BIN)/midtread
@@ -19,7 +19,7 @@ demo: $(VENV)/demo.installed
 examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --doctest-modules src tests
 	$(MAKE) newest
 
@@ -27,6 +27,10 @@ lint: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The site, into build/site; a broken link or a name without documentation is an error.
+docs: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The core tests again on the newest JAX, where a Python that it supports can be found.
 newest:
@@ -42,6 +46,10 @@ $(VENV)/demo.installed: $(VENV)/bin/python pyproject.toml
 $(VENV)/dev.installed: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/demo.installed
+
+$(VENV)/docs.installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
 
 clean:
 	rm -rf .venv .venv-newest build

@@ -24,7 +24,16 @@ from midtread.ops.lookup import look_up
 )
 @dataclasses.dataclass(frozen=True)
 class WithAux:
-    """A quantized array (or a static scale) and how it was made."""
+    """A quantized parameter in a model's parameter tree, with the Spec that made it.
+
+    >>> from midtread.numerics.qarray import quantize
+    >>> WithAux(quantize(jnp.ones((4, 2)), "int8"), Spec("int8")).shape
+    (4, 2)
+
+    Args:
+        array: a QArray, or the scale of an activation. In NNX its leaves are Variables.
+        how: the Spec.
+    """
 
     array: Any
     how: Spec

@@ -48,7 +48,7 @@ def explain(
     """Every contraction of `model` under `provider`: a record that prints as a table.
 
     Shapes are enough: inputs may be jax.ShapeDtypeStructs, an NNX model may come from
-    nnx.eval_shape. Rules that match nothing are an error, with the paths nearest to them.
+    nnx.eval_shape.
 
     >>> import jax.numpy as jnp
     >>> from midtread.model.rules import QtRule
@@ -60,7 +60,15 @@ def explain(
     Args:
         model: a Linen or NNX module, or a function whose first argument holds its
             parameters, as `quantize_function` takes it.
+        provider: what `quantize_model` would be given.
         inputs, kwargs: what the method is called with.
+        method: the method that is explained.
+
+    Returns:
+        A Coverage: one record per contraction, and totals of FLOPs and bytes.
+
+    Raises:
+        ValueError: A rule matches nothing; the message has the paths nearest to it.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")

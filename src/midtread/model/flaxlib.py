@@ -33,7 +33,11 @@ RNGS = "qwix_rngs"  # where users put nnx.Rngs for stochastic rounding and dropo
 
 
 class QuantStat(nnx.Variable):
-    """Statistics for static ranges: a running sum and a count."""
+    """The variable of an NNX model that holds statistics for static ranges.
+
+    Its value is a running sum and a count of the batches seen. In Linen the same lies in the
+    collection 'quant_stats'.
+    """
 
 
 try:

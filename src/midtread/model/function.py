@@ -40,6 +40,10 @@ def quantize_function(
 ) -> Callable:
     """`fn` under `provider`, with `jax.named_scope` names as module paths.
 
+    A function keeps no state: rules that need some (`act_static_scale`, delayed scaling,
+    float weights under PtqProvider) are refused. Weights that are QArrays already are used
+    as they are.
+
     >>> import jax.numpy as jnp
     >>> from midtread.model.rules import QtRule
     >>> from midtread.providers.qt import QtProvider
@@ -51,14 +55,18 @@ def quantize_function(
     >>> quantized({"w": jnp.eye(4) * 0.3}, jnp.ones((1, 4))).shape
     (1, 4)
 
-    A function keeps no state: rules that need some (`act_static_scale`, delayed scaling,
-    float weights under PtqProvider) are refused. Weights that are QArrays already are used
-    as they are.
-
     Args:
+        fn: any function of arrays.
+        provider: what happens at the matmuls that its rules match.
         params_argnum: the argument, a pytree given by position, whose leaves are weights.
         rngs: a key per random stream ('stochastic_rounding'). Call quantize_function
             inside the training step, with that step's key. Layers of one scan share noise.
+
+    Returns:
+        A function with the signature of `fn`.
+
+    Raises:
+        ValueError: A rule needs state that a function does not keep.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")

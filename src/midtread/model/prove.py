@@ -204,6 +204,13 @@ def prove(jitted: Any, *args: Any, **kwargs: Any) -> Proof:
     >>> dot = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.int32))
     >>> prove(dot, x).contractions[0].verdict
     'low'
+
+    Args:
+        jitted: what jax.jit gave.
+        args, kwargs: what it would be called with.
+
+    Returns:
+        A Proof: each contraction of the compiled program with the dtypes it runs in.
     """
     if not hasattr(jitted, "lower"):
         raise TypeError(
@@ -223,14 +230,28 @@ def assert_quantized(
     max_wide_gather_bytes: int | None = None,
     **kwargs: Any,
 ) -> Proof:
-    """`prove`, and an AssertionError unless enough of it runs in low bits.
+    """`prove`, and an AssertionError unless enough of the program runs in low bits.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.int8)
+    >>> dot = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.int32))
+    >>> len(assert_quantized(dot, x).contractions)
+    1
 
     Args:
+        jitted: what jax.jit gave.
+        args, kwargs: what it would be called with.
         min_flops: the share of FLOPs that must have one of the verdicts in `accept`.
         accept: verdicts that count as quantized. On a backend without fp8 matmuls, such as
             a CPU, add "widened"; for weights served in low bits add "dequantized".
         max_wide_gather_bytes: most that all-gathers and all-to-alls may move in 16-bit
             floats or wider; None for any.
+
+    Returns:
+        The Proof.
+
+    Raises:
+        AssertionError: Too little of it is quantized; the message names what fell back.
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops is a share between 0 and 1, not {min_flops}.")

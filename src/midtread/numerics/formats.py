@@ -53,7 +53,23 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One row of the table below."""
+    """One number system: one row of `FORMATS`.
+
+    >>> as_format("int4").bound, as_format("mxfp8").tile
+    (7.5, 32)
+
+    Args:
+        name: what it is called.
+        dtype: the dtype that codes are stored in.
+        bits: how many of them mean something.
+        bound: the magnitude that the scale maps the largest value to.
+        codes: the least and the largest code of an integer format, else None.
+        grid: mantissa bits, least exponent and largest value of a float format, else None.
+        table: the value of each code of a format that is looked up, else None.
+        tile: the only tile the format allows; None for any.
+        scale: how scales are rounded, a name in `numerics/scales.py`; None for not at all.
+        statistic: what the calibration 'absmax' measures.
+    """
 
     name: str
     dtype: np.dtype
@@ -188,10 +204,19 @@ ALIASES = {
 
 
 def as_format(qtype: Any) -> Format:
-    """The row for a name, an alias, a dtype, a jnp scalar type, or a Format.
+    """The row of `FORMATS` for a name, an alias, a dtype, a jnp scalar type, or a Format.
 
     >>> as_format("fp8") == as_format(jnp.float8_e4m3fn)
     True
+
+    Args:
+        qtype: such as "int4", jnp.int8, "fp8", "e5m2" or "nvfp4".
+
+    Returns:
+        A Format.
+
+    Raises:
+        ValueError: No format is called so; the message lists those there are.
     """
     if isinstance(qtype, Format):
         return qtype

@@ -41,7 +41,27 @@ _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
 )
 @dataclasses.dataclass(frozen=True)
 class QArray:
-    """A quantized array. See the module's first lines for what the fields mean."""
+    """A quantized array: codes, and what they are codes of.
+
+    x ~ (value(qvalue) - zero_point) * scale. `scale` has the rank of the codes, and each of
+    its extents divides theirs. It has `shape`, `ndim`, `dtype`, `reshape`, `transpose`,
+    slices and `astype` as arrays have them, is a pytree, and shards as one.
+
+    >>> q = quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
+    >>> q.shape, q.qvalue.dtype.name, q.scale.shape
+    ((256, 64), 'int4', (2, 64))
+
+    Args:
+        qvalue: the codes, in the storage dtype of their format.
+        scale: one per tensor, channel, tile or block.
+        zero_point: subtracted from the codes first; None for symmetric formats.
+        qtype: the format; None for that of the codes' dtype.
+        global_scale: the second level of an nvfp4 array whose `scale` is kept in e4m3.
+        pre_scale: factors along summed axes, by which the other operand of a matmul is
+            multiplied before it is quantized (SmoothQuant, AWQ).
+        logical: extents before padding to whole tiles, counted from the right; None where
+            an axis was never padded.
+    """
 
     # Said as Qwix says it: Tokamax reads these annotations. Placeholders (shapes,
     # shardings, block specs, Flax's boxes) may stand in for arrays.
@@ -351,11 +371,23 @@ def quantize(
     [[127, -71, 14, 1]]
 
     Args:
+        array: a float array.
+        qtype: a format, by any name that `as_format` takes.
         channelwise_axes: axes where each index has its own scale.
         tiled_axes: {axis: t}, one scale per t neighbours; a float t is a fraction.
         calibration_method: how the range is found, see `numerics/calibration.py`.
         scale_dtype: of the stored scale, and so of the dequantized array.
         rounding: 'nearest', or 'stochastic' with a `key`.
+        scale_rule: how scales are rounded, see `numerics/scales.py`; None: as the format
+            says.
+        key: a PRNG key, for stochastic rounding.
+
+    Returns:
+        A QArray of the shape of `array`.
+
+    Raises:
+        ValueError: An unknown format, calibration or rounding; tiles that the format does
+            not allow; stochastic rounding without a key.
     """
     spec = Spec(
         format=qtype,
@@ -370,11 +402,18 @@ def quantize(
 
 
 def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
-    """The float array that the codes stand for, in the scale's dtype or in `dtype`.
+    """The float array that the codes stand for.
 
     >>> q = quantize(jnp.array([1.0, 0.5]), "int4")
     >>> dequantize(q).tolist()
     [0.9333333969116211, 0.5333333611488342]
+
+    Args:
+        array: a QArray.
+        dtype: of the result; None for the dtype of the scale.
+
+    Returns:
+        An array of the shape that was quantized.
     """
     validate(array)
     wide = wide_dtype(array.dtype)

@@ -17,7 +17,22 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Sparsity:
-    """Keep n of every m weights."""
+    """Keeps n of every m weights, the largest.
+
+    >>> Sparsity(2, 4).mask(jnp.array([[3.0, -9.0, 1.0, 4.0]])).tolist()
+    [[False, True, False, True]]
+
+    Args:
+        n, m: of every m neighbours n are kept.
+        order: 'R' for neighbours along the last axis, 'C' along the one before it.
+        block_size: whole runs of so many elements are kept or dropped together.
+        offset: how far apart the m members of a group lie; 0 for side by side.
+        start_step: nothing is pruned before this step.
+        update_step: the mask is refreshed every so many steps.
+
+    Raises:
+        ValueError: n above m, or a field below its least value.
+    """
 
     n: int
     m: int

@@ -40,7 +40,25 @@ _SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Format, sharing, calibration and rounding of one operand. Checked when built."""
+    """Format, sharing, calibration and rounding of one operand. It is checked when built.
+
+    >>> Spec("int4", channelwise_axes=("kept",), tiled_axes={"summed": 128}).format.name
+    'int4'
+
+    Args:
+        format: a Format, or any name that `as_format` takes.
+        channelwise_axes: axes where each index has its own scale: numbers, or "kept".
+        tiled_axes: {axis: t}, one scale per t neighbours; a float t is a fraction. It is kept
+            as sorted pairs.
+        calibration: how the range is found, such as "absmax" or "percentile,99.9".
+        rounding: 'nearest' or 'stochastic'.
+        noise_axes: rows with a noise of their own, for Qwix's two stochastic methods.
+        scale_dtype: of the stored scale; None for the dtype of the array.
+        scale_rule: how scales are rounded; None: as the format says.
+
+    Raises:
+        ValueError: Fields that contradict each other or the format.
+    """
 
     format: Format
     channelwise_axes: tuple[int | str, ...] = ()

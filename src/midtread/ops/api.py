@@ -24,8 +24,11 @@ from midtread.ops.training import Ranges, train
 
 
 class Ops:
-    """dot_general, dot, einsum, conv_general_dilated, ragged_dot and ragged_dot_general,
-    with JAX's signatures."""
+    """JAX's six contractions, with JAX's signatures, over one executor.
+
+    `learn(recipe)` makes one; its methods are named and called as the functions of this
+    module.
+    """
 
     def __init__(self, execute: Callable[..., jax.Array]):
         self._execute = execute
@@ -40,7 +43,25 @@ class Ops:
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """lax.dot_general of arrays or QArrays."""
+        """Multiplies as `lax.dot_general` does, arrays or QArrays.
+
+        >>> import midtread as mt
+        >>> w = mt.quantize(jnp.ones((8, 4)), "int8", channelwise_axes=[1])
+        >>> mt.dot_general(jnp.ones((2, 8)), w, (((1,), (0,)), ((), ()))).shape
+        (2, 4)
+
+        Args:
+            lhs, rhs: arrays or QArrays.
+            dimension_numbers: ((axes summed of lhs, of rhs), (batch axes of lhs, of rhs)).
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+
+        Returns:
+            A float array. Scales are applied to the sum in float32, which is cast once.
+
+        Raises:
+            TypeError: Two axes that are paired differ in extent.
+            ValueError: The dimension numbers do not fit the operands.
+        """
         lhs, rhs = _arrays(lhs, rhs)
         numbers = jax.tree.map(int, dimension_numbers)
         how = _how(precision, preferred_element_type, out_sharding)
@@ -57,7 +78,23 @@ class Ops:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """jnp.dot of arrays or QArrays."""
+        """Multiplies as `jnp.dot` does, arrays or QArrays.
+
+        >>> import midtread as mt
+        >>> w = mt.quantize(jnp.ones((8, 4)), "int4", channelwise_axes=[1])
+        >>> mt.dot(jnp.ones((2, 8)), w).shape
+        (2, 4)
+
+        Args:
+            a, b: arrays or QArrays; the last axis of a is summed with the last but one of b.
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+
+        Returns:
+            A float array.
+
+        Raises:
+            TypeError: The summed axes differ in extent.
+        """
         a, b = _arrays(a, b)
         if a.ndim == 0 or b.ndim == 0:
             numbers = (((), ()), ((), ()))
@@ -83,7 +120,27 @@ class Ops:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """jnp.einsum of arrays or QArrays."""
+        """Multiplies as `jnp.einsum` does, any number of arrays or QArrays.
+
+        >>> import midtread as mt
+        >>> w = mt.quantize(jnp.ones((8, 2, 4)), "int8", channelwise_axes=[1, 2])
+        >>> mt.einsum("btd,dnh->btnh", jnp.ones((1, 3, 8)), w).shape
+        (1, 3, 2, 4)
+
+        Args:
+            subscripts: "btd,dnh->btnh", or the other spelling that jnp.einsum takes.
+            operands: arrays or QArrays.
+            out: not taken; it is there because JAX's signature has it.
+            optimize: the order of pairs, as JAX takes it.
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+
+        Returns:
+            A float array.
+
+        Raises:
+            NotImplementedError: `out` is given: JAX arrays are immutable.
+            ValueError: The subscripts do not fit the operands.
+        """
         if out is not None:
             raise NotImplementedError(
                 "einsum cannot write into `out`: JAX arrays are immutable."
@@ -106,7 +163,28 @@ class Ops:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """lax.conv_general_dilated of arrays or QArrays."""
+        """Convolves as `lax.conv_general_dilated` does, arrays or QArrays.
+
+        >>> import midtread as mt
+        >>> w = mt.quantize(jnp.ones((3, 3, 2, 4)), "int8", channelwise_axes=[3])
+        >>> names = ("NHWC", "HWIO", "NHWC")
+        >>> x = jnp.ones((1, 5, 5, 2))
+        >>> mt.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names).shape
+        (1, 5, 5, 4)
+
+        Args:
+            lhs, rhs: arrays or QArrays. Scales may vary along batch and features, not
+                along the window or the summed features.
+            window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+                feature_group_count, batch_group_count: as JAX takes them.
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+
+        Returns:
+            A float array.
+
+        Raises:
+            ValueError: A scale varies along an axis that a convolution cannot tile.
+        """
         lhs, rhs = _arrays(lhs, rhs)
         how = _how(precision, preferred_element_type, out_sharding)
         c = conv_contraction(
@@ -133,7 +211,25 @@ class Ops:
         group_offset: jax.Array | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """lax.ragged_dot of arrays or QArrays: [m, k] x [g, k, n] -> [m, n]."""
+        """Multiplies rows in groups as `lax.ragged_dot` does: [m, k] x [g, k, n] -> [m, n].
+
+        >>> import midtread as mt
+        >>> w = mt.quantize(jnp.ones((2, 8, 4)), "int8", channelwise_axes=[0, 2])
+        >>> mt.ragged_dot(jnp.ones((5, 8)), w, jnp.array([3, 2])).shape
+        (5, 4)
+
+        Args:
+            lhs, rhs: arrays or QArrays.
+            group_sizes: [g], how many of the m rows belong to each matrix of rhs, in order.
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+            group_offset: not taken; it is there because JAX's signature has it.
+
+        Returns:
+            A float array.
+
+        Raises:
+            NotImplementedError: `group_offset` is given.
+        """
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((1,), (1,)), ((), ())),
             lhs_ragged_dimensions=[0],
@@ -155,7 +251,27 @@ class Ops:
         group_offset: jax.Array | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """lax.ragged_dot_general of arrays or QArrays."""
+        """Multiplies rows in groups as `lax.ragged_dot_general` does, arrays or QArrays.
+
+        >>> numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+        >>> import midtread as mt
+        >>> x, w = jnp.ones((5, 8)), mt.quantize(jnp.ones((2, 8, 4)), "int8")
+        >>> mt.ragged_dot_general(x, w, jnp.array([3, 2]), numbers).shape
+        (5, 4)
+
+        Args:
+            lhs, rhs: arrays or QArrays.
+            group_sizes: how many rows belong to each group, in order.
+            ragged_dot_dimension_numbers: which axes are summed, batched, ragged and grouped.
+            precision, preferred_element_type, out_sharding: as JAX takes them.
+            group_offset: not taken; it is there because JAX's signature has it.
+
+        Returns:
+            A float array.
+
+        Raises:
+            NotImplementedError: `group_offset` is given.
+        """
         if group_offset is not None:
             raise NotImplementedError(
                 "group_offset is not implemented, in JAX neither: slice rhs and group_sizes."
@@ -218,9 +334,18 @@ def learn(
     (4, 3)
 
     Args:
+        recipe: how the six operands of the three matmuls are quantized.
         key: for stochastic rounding and rotations; fold the training step into it.
         ranges: static or delayed ranges of lhs, rhs and g.
         site: a name that sets this op's random numbers apart from another's.
+
+    Returns:
+        An object with the methods dot_general, dot, einsum, conv_general_dilated,
+        ragged_dot and ragged_dot_general.
+
+    Raises:
+        ValueError: When an op runs: the recipe is random and no key was given, or it
+            tiles an axis that the op cannot tile.
     """
     return Ops(functools.partial(_train, recipe, ranges, key, site))
 

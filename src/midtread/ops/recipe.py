@@ -41,6 +41,14 @@ Slot = Spec | _Reuse | None
 
 @dataclasses.dataclass(frozen=True)
 class Fwd:
+    """The two operands of out = lhs . rhs.
+
+    Args:
+        lhs: a Spec, or None for float.
+        rhs: a Spec, or None for float.
+        accumulate: dtype of the sum; None is int32 for integers, else float32.
+    """
+
     lhs: Spec | None = None
     rhs: Spec | None = None
     accumulate: Any = None  # dtype of the sum; None: int32 for integers, else float32
@@ -48,6 +56,14 @@ class Fwd:
 
 @dataclasses.dataclass(frozen=True)
 class Dlhs:
+    """The two operands of dlhs = g . rhs, the gradient of lhs.
+
+    Args:
+        g: a Spec of the incoming gradient, or None for float.
+        rhs: a Spec, None for float, or REUSE for the codes of the forward.
+        accumulate: dtype of the sum; None is int32 for integers, else float32.
+    """
+
     g: Spec | None = None
     rhs: Slot = None
     accumulate: Any = None
@@ -55,6 +71,15 @@ class Dlhs:
 
 @dataclasses.dataclass(frozen=True)
 class Drhs:
+    """The two operands of drhs = lhs . g, the gradient of rhs.
+
+    Args:
+        lhs: a Spec, None for float, or REUSE for the codes of the forward.
+        g: a Spec of the incoming gradient, or None for float.
+        accumulate: dtype of the sum; None is int32 for integers, else float32.
+        hadamard: rotates both operands along the sum, in runs of this many elements.
+    """
+
     lhs: Slot = None
     g: Spec | None = None
     accumulate: Any = None
@@ -65,7 +90,23 @@ class Drhs:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The six operands of a training step. The default quantizes nothing."""
+    """The six operands of a training step. The default quantizes nothing.
+
+    >>> int8 = per_channel("int8")
+    >>> Recipe(Fwd(int8, int8), Dlhs(int8, REUSE), Drhs(REUSE, int8)).is_random
+    False
+
+    Args:
+        fwd: operands of the forward matmul.
+        dlhs: operands of the matmul that gives the gradient of lhs.
+        drhs: operands of the matmul that gives the gradient of rhs.
+        mask_clipped: gives no gradient where the calibration clipped.
+        sparsity: prunes rhs before anything else.
+
+    Raises:
+        ValueError: REUSE of an operand that the forward tiles along its own summed axis,
+            or rotates; `hadamard` that is no power of two.
+    """
 
     fwd: Fwd = Fwd()
     dlhs: Dlhs = Dlhs()
@@ -128,7 +169,18 @@ def _log2(n: int) -> int | None:
 
 
 def per_tensor(qtype, **fields) -> Spec:
-    """One scale: [1, 1]."""
+    """One scale for the whole operand: [1, 1].
+
+    >>> per_tensor("fp8").channelwise_axes
+    ()
+
+    Args:
+        qtype: a format, by any name that `as_format` takes.
+        fields: further fields of the Spec, such as rounding="stochastic".
+
+    Returns:
+        A Spec.
+    """
     return Spec(qtype, **fields)
 
 
@@ -136,6 +188,17 @@ def per_channel(qtype, tile=None, **fields) -> Spec:
     """One scale per row, [M, 1]; with a tile one per tile of the row, [M, K / tile].
 
     Formats that come in tiles (mxfp8, nvfp4) get theirs without asking.
+
+    >>> per_channel("int4", tile=128).tiles
+    {'summed': 128}
+
+    Args:
+        qtype: a format, by any name that `as_format` takes.
+        tile: how many elements of the summed axis share a scale; None for all of them.
+        fields: further fields of the Spec, such as rounding="stochastic".
+
+    Returns:
+        A Spec.
     """
     tile = tile or as_format(qtype).tile
     tiles = {"summed": tile} if tile else {}
@@ -143,7 +206,19 @@ def per_channel(qtype, tile=None, **fields) -> Spec:
 
 
 def blocks(qtype, size: int, **fields) -> Spec:
-    """One scale per square block: [M / size, K / size]."""
+    """One scale per square block: [M / size, K / size].
+
+    >>> blocks("e4m3", 128).tiles
+    {'kept': 128, 'summed': 128}
+
+    Args:
+        qtype: a format, by any name that `as_format` takes.
+        size: the side of a block.
+        fields: further fields of the Spec, such as rounding="stochastic".
+
+    Returns:
+        A Spec.
+    """
     return Spec(qtype, tiled_axes={"summed": size, "kept": size}, **fields)
 
 
@@ -275,7 +350,20 @@ RECIPES = {
 
 
 def recipe(name: str) -> Recipe:
-    """A named recipe."""
+    """A recipe by its name.
+
+    >>> recipe("qwix_int8").fwd.rhs.format.name
+    'int8'
+
+    Args:
+        name: one of `RECIPES`; docs/recipes.md has a table of them.
+
+    Returns:
+        A Recipe.
+
+    Raises:
+        ValueError: No recipe is called so; the message lists those there are.
+    """
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}. There are: {', '.join(RECIPES)}.")
     return RECIPES[name]

@@ -29,7 +29,12 @@ from midtread.ops.untouched import untouched
 
 
 class Ranges(NamedTuple):
-    """Ranges found elsewhere: static or delayed. None: from the data, now."""
+    """Ranges of the three operands that were found elsewhere: static or delayed.
+
+    Args:
+        lhs, rhs, g: {"absmax": array} or {"min": array, "max": array}, shaped as the scale;
+            None: from the data, now.
+    """
 
     lhs: Range | None = None
     rhs: Range | None = None

@@ -34,7 +34,18 @@ _KIND, _HEADER = "midtread lora", "header"
 
 
 def lora_params(tree: Any) -> dict:
-    """The adapters alone: a nested dict of arrays, named as in the model."""
+    """The adapters of a model alone.
+
+    >>> adapters = {"kernel": jnp.ones((4, 3)), "kernel_lora_a": jnp.ones((4, 1))}
+    >>> list(lora_params(adapters))
+    ['kernel_lora_a']
+
+    Args:
+        tree: Linen parameters, or variables with 'params' on top, or an NNX model.
+
+    Returns:
+        A nested dict of arrays, named as in the model.
+    """
     found = {p: v for p, v in _flat(tree).items() if str(p[-1]).endswith(ADAPTERS)}
     if isinstance(tree, nnx.Module):
         found = {p: flaxlib.unbox(v) for p, v in found.items()}
@@ -42,7 +53,22 @@ def lora_params(tree: Any) -> dict:
 
 
 def with_lora(tree: Any, adapters: Any) -> Any:
-    """The tree with these adapters, in place of its own or beside weights without any."""
+    """The model with these adapters, in place of its own or beside weights without any.
+
+    >>> adapters = {"kernel_lora_a": jnp.ones((4, 1)), "kernel_lora_b": jnp.ones((1, 3))}
+    >>> sorted(with_lora({"kernel": jnp.ones((4, 3))}, adapters))
+    ['kernel', 'kernel_lora_a', 'kernel_lora_b']
+
+    Args:
+        tree: Linen parameters, or variables with 'params' on top, or an NNX model.
+        adapters: what `lora_params` gave.
+
+    Returns:
+        A tree or model like the first, which is left as it was.
+
+    Raises:
+        ValueError: An adapter of a weight that the model does not have, or of another shape.
+    """
     flat, changes = _flat(tree), {}
     places = {_key(path): path for path in flat}
     for path, value in _flat(adapters).items():
@@ -67,10 +93,25 @@ def with_lora(tree: Any, adapters: Any) -> Any:
 def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -> Any:
     """W + A B alpha / rank in the place of the three, for a model without adapters.
 
+    >>> from midtread.providers.lora import apply_lora_to_model
+    >>> provider = LoraProvider(rank=1, alpha=1.0)
+    >>> model = apply_lora_to_model(nn.Dense(3, use_bias=False), provider)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> list(merge_lora(variables, provider)["params"])
+    ['kernel']
+
     Args:
+        tree: Linen parameters, or variables with 'params' on top, or an NNX model.
         provider: has run the model (init, apply or apply_lora_to_model); it knows which
             axes are whose, and alpha.
         requantize: quantize merged weights as they were before; else they are float.
+
+    Returns:
+        A tree or model without adapters.
+
+    Raises:
+        ValueError: `requantize` where no weight with adapters is quantized, or a provider
+            that has not run this model.
     """
     flat, changes, any_boxed = _flat(tree), {}, False
     for path, a, b in _pairs(flat):
@@ -87,7 +128,27 @@ def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -
 
 
 def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
-    """Undoes merge_lora for float weights, up to their rounding."""
+    """Undoes `merge_lora` for float weights, up to their rounding.
+
+    >>> from midtread.providers.lora import apply_lora_to_model
+    >>> provider = LoraProvider(rank=1, alpha=1.0)
+    >>> model = apply_lora_to_model(nn.Dense(3, use_bias=False), provider)
+    >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    >>> merged = merge_lora(params, provider)
+    >>> sorted(unmerge_lora(merged, lora_params(params), provider))
+    ['kernel', 'kernel_lora_a', 'kernel_lora_b']
+
+    Args:
+        tree: what `merge_lora` gave.
+        adapters: those that were merged.
+        provider: the one they were merged under.
+
+    Returns:
+        A tree or model with weights and adapters apart.
+
+    Raises:
+        ValueError: A weight that was quantized after it was merged.
+    """
     flat, changes = _flat(tree), {}
     places = {_key(path): path for path in flat}
     own = _flat(adapters)
@@ -110,7 +171,23 @@ def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
 
 
 def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
-    """Writes the adapters to a .npz file, with their ranks and alphas."""
+    """Writes the adapters to a .npz file, with their ranks and alphas.
+
+    >>> import os, tempfile
+    >>> from midtread.providers.lora import apply_lora_to_model
+    >>> provider = LoraProvider(rank=1, alpha=1.0)
+    >>> model = apply_lora_to_model(nn.Dense(3), provider)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> file = os.path.join(tempfile.mkdtemp(), "adapters.npz")
+    >>> save_lora(file, variables, provider)
+    >>> sorted(lora_params(load_lora(file, variables, provider)["params"]))
+    ['kernel_lora_a', 'kernel_lora_b']
+
+    Args:
+        path: of the file.
+        tree: Linen parameters, or variables with 'params' on top, or an NNX model.
+        provider: has run the model; it knows alpha.
+    """
     flat = _flat(lora_params(tree))
     arrays = {_key(p): np.asarray(flaxlib.unbox(v)) for p, v in flat.items()}
     header = {
@@ -127,9 +204,19 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
 
 
 def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
-    """The tree with the adapters of a file, in the dtypes of its own.
+    """The model with the adapters of a file, in the dtypes of its own.
 
-    Names, shapes and alpha / rank must be those of the model.
+    Args:
+        path: a file that `save_lora` wrote; its docstring has an example.
+        tree: Linen parameters, or variables with 'params' on top, or an NNX model.
+        provider: has run the model; it knows alpha.
+
+    Returns:
+        A tree or model like the one given.
+
+    Raises:
+        ValueError: Names, shapes or alpha / rank that are not those of the model; a file of
+            another kind.
     """
     try:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:

@@ -83,7 +83,7 @@ class AmaxState(nnx.Module):
 
 
 class DelayedFp8Provider(QtProvider):
-    """fp8 with amax histories: a rule says where, the provider how.
+    """Trains in fp8 with scales from amax histories: a rule says where, the provider how.
 
     >>> rule = {"module_path": ".*", "weight_qtype": "e4m3", "act_qtype": "e4m3"}
     >>> provider = DelayedFp8Provider([rule], history=16)
@@ -102,6 +102,10 @@ class DelayedFp8Provider(QtProvider):
         history: how many steps back a scale looks.
         margin: powers of two of headroom above the largest |x| seen.
         fnuz: AMD's e4m3fnuz and e5m2fnuz instead of e4m3fn and e5m2.
+
+    Raises:
+        ValueError: A rule asks for a format that is not the provider's, or for a field
+            that delayed scaling does not have.
     """
 
     def __init__(
@@ -401,7 +405,7 @@ class Overwrite:
 
 
 def overwrite_with_gradient(tx: Any) -> Any:
-    """`tx` for the parameters; state that is to be overwritten gets its gradient.
+    """Wraps an optimizer so that state which is to be overwritten gets its gradient.
 
     A transformation of optax's, to be the outermost: its updates for such state are
     `Overwrite`s, which optax.apply_updates (and nnx.Optimizer) put in place bit for bit.
@@ -416,6 +420,12 @@ def overwrite_with_gradient(tx: Any) -> Any:
     >>> new = optax.apply_updates(variables, updates)
     >>> new["params"].tolist(), new["_overwrite_with_gradient"].tolist()
     ([1.0, 0.0], [0.0, 9.0])
+
+    Args:
+        tx: an optax.GradientTransformation, for the parameters.
+
+    Returns:
+        An optax.GradientTransformation for parameters and such state together.
     """
     import optax  # whoever has a tx has it
 
@@ -444,6 +454,14 @@ def accumulate_gradients(total: Any, more: Any, weight: float = 1.0) -> Any:
     >>> b = {"params": jnp.array(5.0), "_overwrite_with_gradient": jnp.array([2.0, 1.0])}
     >>> sorted(map(str, jax.tree.leaves(accumulate_gradients(a, b))))
     ['6.0', '[3. 1.]']
+
+    Args:
+        total: gradients of the micro-batches so far.
+        more: those of the next one.
+        weight: what `more` is multiplied by.
+
+    Returns:
+        A tree like `total`.
     """
 
     def add(path, a, b):

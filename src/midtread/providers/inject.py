@@ -140,11 +140,11 @@ def _quantize(spec, x, key, site) -> QArray:
 
 
 class QuantizedDotGeneral(_Injected):
-    """lax.dot_general for `dot_general_cls`, under a recipe.
+    """`lax.dot_general` for Flax's `dot_general_cls`, under a recipe.
 
     >>> from midtread.ops.recipe import recipe
-    >>> how = {"recipe": recipe("aqt_int8w"), "mode": "serve"}
-    >>> cls = functools.partial(QuantizedDotGeneral, **how)
+    >>> options = {"recipe": recipe("aqt_int8w"), "mode": "serve"}
+    >>> cls = functools.partial(QuantizedDotGeneral, **options)
     >>> layer = nn.Dense(4, use_bias=False, dot_general_cls=cls)
     >>> x = jax.numpy.ones((2, 8))
     >>> jax.eval_shape(layer.init, jax.random.key(0), x)["quantized"][
@@ -154,6 +154,9 @@ class QuantizedDotGeneral(_Injected):
     Args:
         recipe: any Recipe; random ones take keys from the stream 'stochastic_rounding'.
         mode: 'train', 'convert' or 'serve'.
+
+    Raises:
+        ValueError: An unknown mode; or, when it runs, nothing to convert or to serve.
     """
 
     @nn.compact
@@ -163,7 +166,21 @@ class QuantizedDotGeneral(_Injected):
 
 
 class QuantizedEinsum(_Injected):
-    """jnp.einsum of two operands under a recipe, the second the weight."""
+    """`jnp.einsum` of two operands under a recipe; the second is the weight.
+
+    >>> from midtread.ops.recipe import recipe
+    >>> layer = QuantizedEinsum(recipe("qwix_int8"))
+    >>> x, w = jax.numpy.ones((2, 8)), jax.numpy.ones((8, 4))
+    >>> layer.apply({}, "bd,dh->bh", x, w).shape
+    (2, 4)
+
+    Args:
+        recipe: any Recipe; random ones take keys from the stream 'stochastic_rounding'.
+        mode: 'train', 'convert' or 'serve'.
+
+    Raises:
+        ValueError: An unknown mode; or, when it runs, nothing to convert or to serve.
+    """
 
     @nn.compact
     def __call__(self, subscripts: str, lhs, rhs, **kwargs) -> jax.Array:
@@ -171,12 +188,28 @@ class QuantizedEinsum(_Injected):
 
 
 def remove_float_params(params: Any, quantized: Any) -> Any:
-    """`params` with a `Removed` for every weight that `quantized` holds.
+    """`params` with a `Removed` in the place of every weight that `quantized` holds.
 
     A QArray belongs to the parameter of its shape in the module around it.
 
+    >>> from midtread.ops.recipe import recipe
+    >>> options = {"recipe": recipe("aqt_int8w"), "mode": "convert"}
+    >>> cls = functools.partial(QuantizedDotGeneral, **options)
+    >>> variables = nn.Dense(4, dot_general_cls=cls).init(
+    ...     jax.random.key(0), jax.numpy.ones((2, 8)))
+    >>> left = remove_float_params(variables["params"], variables["quantized"])
+    >>> type(left["kernel"]).__name__, type(left["bias"]).__name__
+    ('Removed', 'ArrayImpl')
+
     Args:
+        params: the parameters that the collection was converted from.
         quantized: the collection that mode='convert' wrote.
+
+    Returns:
+        A tree like `params`.
+
+    Raises:
+        ValueError: Two parameters could be the one that a QArray was made of.
     """
     flatten, unfreeze = flax.traverse_util.flatten_dict, flax.core.unfreeze
     is_leaf = lambda _, v: isinstance(v, QArray)

@@ -47,10 +47,14 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
     """Trains a model as its LiteRT file will compute it; also calibrates a float model.
 
     Args:
+        rules: QuantizationRules with int8 weights and activations, or int4 weights.
         disable_per_channel_weights: one scale for a whole weight.
         fixed_range_for_inputs: (low, high) of the model's float inputs, if known.
         fixed_range_for_outputs: the same for its outputs.
         strict: an op that cannot be integer, and is not known to be float, is an error.
+
+    Raises:
+        ValueError: A rule that a LiteRT file cannot express.
     """
 
     ops = ("dot_general", "einsum", "conv_general_dilated")

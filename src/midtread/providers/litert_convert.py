@@ -51,10 +51,14 @@ class OdmlConversionProvider(OdmlQatProvider):
     """Annotates a float model for LiteRT's converter.
 
     Args:
+        rules: those that the model was trained or calibrated under.
         params: the model's parameters, trained under OdmlQatProvider or not.
         quant_stats: ranges, gathered under OdmlQatProvider with the same rules; may be
             empty if no rule has static activations.
         options: those of OdmlQatProvider; they must be the same as there.
+
+    Raises:
+        ValueError: Statistics that are missing or belong to another model.
     """
 
     def __init__(self, rules, params: Any, quant_stats: Any, **options: Any):

@@ -45,13 +45,21 @@ HE_UNIFORM = initializers.he_uniform()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraRule(QuantizationRule):
-    """A rule for adapters. With `weight_qtype` the weight under them is quantized.
+    """A rule for adapters. With `weight_qtype` the weight under them is quantized (QLoRA).
+
+    >>> LoraRule(module_path=".*mlp.*", rank=8, alpha=16.0, weight_qtype="nf4").scale
+    2.0
+
+    It has the fields of a QuantizationRule, and these:
 
     Args:
         rank: extent of the axis between A and B.
         alpha: the correction is multiplied by alpha / rank.
         dropout: share of x that the correction does not see; random stream 'dropout'.
         lora_a_initializer, lora_b_initializer: as in jax.nn.initializers.
+
+    Raises:
+        ValueError: A rank below 1, a dropout outside its range, or an op that gets none.
     """
 
     rank: int
@@ -121,10 +129,16 @@ class Factors:
 
 
 class LoraProvider(PtqProvider):
-    """Adapters at every matched weight on the right of a matmul or a convolution.
+    """Puts adapters at every matched weight on the right of a matmul or a convolution.
 
     >>> LoraProvider(module_path=".*mlp.*", rank=8, alpha=16.0)._rules[0].rank
     8
+
+    Args:
+        rules: LoraRules; or None, and the fields of a single rule as keywords.
+        disable_jit: runs ops eagerly, for debugging.
+        strict: a rule that matched nothing is an error instead of a warning.
+        fields: of the single rule.
     """
 
     rule_type = LoraRule
@@ -453,7 +467,26 @@ def apply_lora_to_model(
     methods: Collection[str] = ("__call__",),
     **model_inputs_kwargs: Any,
 ) -> Any:
-    """`quantize_model`, with `rngs=nnx.Rngs(...)` for the adapters of an NNX model."""
+    """A model with adapters, frozen underneath: `quantize_model` for a LoraProvider.
+
+    >>> provider = LoraProvider(rank=2, alpha=4.0)
+    >>> model = apply_lora_to_model(nn.Dense(4), provider)
+    >>> x = jnp.ones((1, 8))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> sorted(variables["params"])
+    ['bias', 'kernel', 'kernel_lora_a', 'kernel_lora_b']
+
+    Args:
+        model: a Linen or NNX module.
+        provider: which weights get adapters.
+        model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
+        methods: the methods that run with adapters; one for NNX.
+        model_inputs_kwargs: further inputs, and `rngs=nnx.Rngs(...)` for the adapters of
+            an NNX model.
+
+    Returns:
+        A model of the same kind.
+    """
     if isinstance(model, nnx.Module) and "rngs" not in model_inputs_kwargs:
         warnings.warn(
             "rngs must be provided for NNX models to initialize LoRA weights: pass "

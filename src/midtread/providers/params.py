@@ -34,12 +34,31 @@ def quantize_params(
 ) -> Any:
     """Quantizes a float parameter tree for a model under PtqProvider.
 
+    >>> from flax import linen as nn
+    >>> from midtread.model.quantize import quantize_model
+    >>> from midtread.model.rules import QuantizationRule
+    >>> from midtread.providers.ptq import PtqProvider
+    >>> float_model, x = nn.Dense(4), jnp.ones((2, 8))
+    >>> params = float_model.init(jax.random.key(0), x)["params"]
+    >>> provider = PtqProvider([QuantizationRule(weight_qtype="int8")])
+    >>> model = quantize_model(float_model, provider)
+    >>> shapes = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    >>> quantize_params(params, shapes)["kernel"].array.qvalue.dtype.name
+    'int8'
+
     Args:
         params: nested dict of arrays; any subtree of the model's.
         abstract_quantized_params: what the quantized model's `init` gives under
             jax.eval_shape (Linen), or the quantized model itself (NNX).
         quant_stats: statistics of a QAT model, for static activation scales.
         allow_extra_params: drop parameters that the quantized model does not have.
+
+    Returns:
+        A tree like `params`, with a WithAux where a weight is quantized.
+
+    Raises:
+        TypeError: `params` is not a nested dict of arrays.
+        ValueError: A parameter that the model does not have, or of another shape.
     """
     if not isinstance(params, Mapping) or isinstance(params, nnx.State):
         raise TypeError(

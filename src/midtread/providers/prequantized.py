@@ -41,14 +41,20 @@ def process_prequantized_params(
     allow_extra_params: bool = False,
     use_checkpoint_sharding: bool = False,
 ) -> Any:
-    """Prequantized parameters as a pure dict for `nnx.update`.
+    """Parameters that were quantized elsewhere, as a pure dict for `nnx.update`.
 
     Args:
-        checkpoint_params: nested dict of arrays and of dicts of parts.
+        checkpoint_params: nested dict of arrays and of dicts of parts (`qvalue`, `scale`).
         template_params: the model under PtqProvider or QtProvider, possibly abstract.
         allow_extra_params: drop what the model does not have.
         use_checkpoint_sharding: leave arrays where the checkpoint has them, instead of
             moving them to where the model wants them.
+
+    Returns:
+        A nested dict shaped as the model's state.
+
+    Raises:
+        ValueError: A parameter that the model does not have, or that does not fit.
     """
     if not isinstance(template_params, nnx.Module):
         raise TypeError(
@@ -83,10 +89,17 @@ def restore_quantization_rules(
     Numbers in a path (layers of a list) match any one name.
 
     Args:
+        checkpoint_params: nested dict of arrays and of dicts of parts (`qvalue`, `scale`).
         rule_type: QuantizationRule, QtRule or a subclass.
         tile_size: of the weights; it cannot always be told from the scales.
         act_qtype: of activations; the weights' own type if not given.
         fields: further fields of the rules.
+
+    Returns:
+        A list of rules.
+
+    Raises:
+        ValueError: Nothing in the checkpoint is quantized, or parts that do not fit.
     """
     rules: dict[str, Any] = {}
     for path, given in _flat(checkpoint_params).items():
