@@ -16,7 +16,8 @@ from gpu_timing import BANDWIDTH, HEADS, KEY, KV_HEADS, D, attempt, measure
 from jax import lax
 
 import midtread as mt
-from midtread.kernels import attention_gpu, wanted
+from midtread.kernels import wanted
+from midtread.kernels.decode_attention import triton as attention_triton
 
 EXPERTS, WIDTH = 8, 7168
 BATCH, CONTEXT = 8, 32768
@@ -139,7 +140,7 @@ def attention():
     def ours(q, k, v, lengths):
         rows = q.reshape(BATCH, KV_HEADS, -1, head)
         how = {"block": 128, "programs": 512, "stages": 2}
-        run = attention_gpu.decode_attention
+        run = attention_triton.decode_attention
         return run(rows, (k, None), (v, None), lengths, None, **how)
 
     cases = {
@@ -150,7 +151,7 @@ def attention():
     for name in ("int8", "e4m3"):
         for title, axes in (("per head", (0, 1, 2)), ("per token", (0, 1))):
             codes = [mt.quantize(x.astype(jnp.float32), name, channelwise_axes=axes) for x in (k, v)]  # fmt: skip
-            run = functools.partial(attention_gpu.attend, gain=1.0, interpret=False)
+            run = functools.partial(attention_triton.attend, gain=1.0, interpret=False)
             cases[f"{name}, scales {title}"] = _time(run, q, *codes, lengths, calls=20)
     size = lambda name: 2 * k.size * (2 if "bf16" in name else 1)
     return _lines("8 x 32,768 slots, 32 / 8 heads of 128", cases, bases, size, "TB/s of codes")  # fmt: skip

@@ -8,7 +8,9 @@ import pathlib
 
 import jax.numpy as jnp
 
-from midtread.kernels import few_rows_gpu, gpu, words_gpu
+from midtread.kernels import triton_words
+from midtread.kernels.scaled_matmul import adapter as scaled_adapter
+from midtread.kernels.weight_matmul import few_rows
 from midtread.lm.cache import FORMATS as CACHE_FORMATS
 from midtread.numerics.formats import FORMATS, Format, dtype_bits
 
@@ -30,7 +32,7 @@ one token at a time.
 
 
 def _weight_only(fmt: Format) -> str:
-    if fmt.name in few_rows_gpu.WEIGHTS:
+    if fmt.name in few_rows.WEIGHTS:
         return "kernel"
     return "decoded to the activations' type"
 
@@ -43,8 +45,12 @@ def _both(fmt: Format, hopper: bool) -> str:
     if fmt.table is not None:
         return "decoded first"
     name = fmt.dtype.name
-    if hopper and (name == "int8" or name in gpu.FLOAT8) and fmt.tile is None:
-        blocks = "; 128-tiles too" if name in gpu.FLOAT8 else ""
+    if (
+        hopper
+        and (name == "int8" or name in scaled_adapter.FLOAT8)
+        and fmt.tile is None
+    ):
+        blocks = "; 128-tiles too" if name in scaled_adapter.FLOAT8 else ""
         return f"kernel{blocks}"
     if name == "int16":
         return "wider: float32"
@@ -62,7 +68,7 @@ def _experts(fmt: Format) -> str:
 def _cache(fmt: Format) -> str:
     if fmt.name not in CACHE_FORMATS.values():
         return "not offered"
-    is_byte = fmt.name in words_gpu.FORMATS and dtype_bits(fmt.dtype) == 8
+    is_byte = fmt.name in triton_words.FORMATS and dtype_bits(fmt.dtype) == 8
     return "kernel" if is_byte else "XLA"
 
 

@@ -18,7 +18,7 @@ provider; it asks `get_current_rule` what is wanted where it stands.
 True
 """
 
-from midtread.kernels.blocks import pallas_call
+from midtread.kernels.block_specs import pallas_call
 from midtread.model.provider import get_current_rule
 from midtread.numerics.qarray import QArray, dequantize, quantize
 from midtread.ops.unrolled import dot, dot_general, einsum

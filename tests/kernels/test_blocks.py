@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 import midtread as mt
 import midtread.pallas as mtp
-from midtread.kernels import blocks
+from midtread.kernels import block_specs
 
 MATMUL = (((1,), (0,)), ((), ()))
 ROWS = jax.ShapeDtypeStruct((256, 256), jnp.float32)
@@ -139,10 +139,10 @@ def test_lowers_for_gpu():
     ],
 )
 def test_blocks_that_a_tpu_can_load(shape, block, fitted):
-    spec, array, restore = blocks.fit_tpu(
+    spec, array, restore = block_specs.fit_tpu(
         pl.BlockSpec(block, lambda *i: i), jnp.ones(shape)
     )
-    assert spec.block_shape == fitted and blocks.fits_tpu(fitted, array.shape)
+    assert spec.block_shape == fitted and block_specs.fits_tpu(fitted, array.shape)
     held = jnp.ones([n for n in fitted if n is not None])
     assert restore(held).shape == tuple(n for n in block if n is not None)
 

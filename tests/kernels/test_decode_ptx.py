@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.kernels import decode_ptx
+from midtread.kernels.hopper import decoding
 from midtread.numerics.formats import as_format
 
 MASK = (1 << 32) - 1
@@ -111,14 +111,14 @@ CASES = [
 def test_every_byte(name, scales):
     """All bytes of a row, beside others of the next, as every warpgroup takes them."""
     fmt = as_format(name)
-    code = decode_ptx.code(fmt, scales is not None)
+    code = decoding.code(fmt, scales is not None)
     factors = np.array(scales or (1, 1), np.float32).astype(jnp.bfloat16)
     factors = factors.astype(np.float32)
-    unit = np.float32(2.0 ** decode_ptx.power(fmt, scales is not None))
+    unit = np.float32(2.0 ** decoding.power(fmt, scales is not None))
     is_narrow = fmt.bits <= 4
     memory = {}
     if fmt.table is not None:
-        memory = {i * 128: int(w) & MASK for i, w in enumerate(decode_ptx.pairs(fmt.table)[:, 0])}  # fmt: skip
+        memory = {i * 128: int(w) & MASK for i, w in enumerate(decoding.pairs(fmt.table)[:, 0])}  # fmt: skip
     rows = np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8)[::-1].copy()
     if is_narrow:
         codes = np.r_[0:8, -8:0] if fmt.table is None else fmt.table

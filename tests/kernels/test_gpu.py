@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import (
-    blocked_gpu,
-    choose,
-    choose_weights,
-    decode_gpu,
-    few_rows_gpu,
-    gpu,
-    matmul_gpu,
-    quantize_gpu,
-    stream_gpu,
-    tuned,
-    wanted,
-    xla,
-)
+from midtread.kernels import choose, choose_weights, wanted, xla
+from midtread.kernels.hopper import SHARED
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.kernels.quantize import triton as quantize_triton
+from midtread.kernels.scaled_matmul import adapter as scaled_adapter
+from midtread.kernels.scaled_matmul import hopper as scaled_hopper
+from midtread.kernels.scaled_matmul import hopper_tiled
+from midtread.kernels.scaled_matmul import tuned as scaled_tuned
+from midtread.kernels.weight_matmul import few_rows, triton_tuned
+from midtread.kernels.weight_matmul import triton as weight_triton
+from midtread.kernels.weight_matmul.hopper_decode import kernel as decode_kernel
+from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
 from midtread.numerics.formats import as_format
 from midtread.ops.recipe import Fwd, Recipe
 
@@ -80,12 +77,12 @@ def test_weight_only(name, tile, rows):
 
 
 STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, several rings
-    ("int8", None, stream_gpu.Blocks(64, 2)),
-    ("nf4", 64, stream_gpu.Blocks(128, 2, split=2, cluster=2)),
-    ("int4", 32, stream_gpu.Blocks(32, 2, wide=4, deep=4)),
-    ("int4", 64, stream_gpu.Blocks(64, 2, wide=4, deep=3)),
-    ("int8", None, stream_gpu.Blocks(32, 2, wide=2, deep=2, split=2)),
-    ("int8", None, stream_gpu.Blocks(32, 2, split=3, cluster=3)),
+    ("int8", None, decode_kernel.Blocks(64, 2)),
+    ("nf4", 64, decode_kernel.Blocks(128, 2, split=2, cluster=2)),
+    ("int4", 32, decode_kernel.Blocks(32, 2, wide=4, deep=4)),
+    ("int4", 64, decode_kernel.Blocks(64, 2, wide=4, deep=3)),
+    ("int8", None, decode_kernel.Blocks(32, 2, wide=2, deep=2, split=2)),
+    ("int8", None, decode_kernel.Blocks(32, 2, split=3, cluster=3)),
 ]
 
 
@@ -93,13 +90,13 @@ STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, severa
 @pytest.mark.parametrize(("name", "tile", "blocks"), STREAMED)
 def test_streamed_weights(name, tile, blocks, monkeypatch):
     """Hopper's kernel for few rows, which decodes without its PTX here."""
-    monkeypatch.setattr(tuned, "stream_blocks", lambda *_: blocks)
+    monkeypatch.setattr(decode_tuned, "stream_blocks", lambda *_: blocks)
     tiles = {0: tile} if tile else {}
     w = mt.quantize(random(1, 256, 256), name, channelwise_axes=[1], tiled_axes=tiles)
     x = random(2, 9, 256)
     scales = (w.scale, None) if tile else (None, w.scale[0])
     how = (w.format, 0, jnp.bfloat16, True, True)
-    out = few_rows_gpu.weight(x, w.qvalue, *scales, *how)
+    out = few_rows.weight(x, w.qvalue, *scales, *how)
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert out.dtype == jnp.bfloat16
     assert error(out, exact) < 4e-3  # of bfloat16, and nf4's table is rounded
@@ -111,19 +108,19 @@ def test_streamed_blocks_fit():
         for rows, k, n in [(1, 4096, 14336), (16, 14336, 4096), (64, 128, 256)]:
             fmt, group = as_format(name), min(tile or k, k)
             with pretend_gpu():
-                blocks = tuned.stream_blocks(fmt, rows, (k, n), group)
+                blocks = decode_tuned.stream_blocks(fmt, rows, (k, n), group)
             assert blocks.stages >= 2
             size = blocks.num_bytes(fmt, rows, group) + blocks.received(rows)
-            assert size <= tuned.SHARED and blocks.is_ample(fmt, rows)
+            assert size <= SHARED and blocks.is_ample(fmt, rows)
             assert k % blocks.k == 0 and blocks.split <= k // blocks.k
             assert blocks.split % blocks.cluster == 0
-            assert blocks.split * n // stream_gpu.COLUMNS <= 132
+            assert blocks.split * n // decode_kernel.COLUMNS <= 132
             is_clustered = name != "nf4" and n == 4096
             assert blocks.cluster == (6 if is_clustered else 1 if k == 128 else 2)
 
 
 def test_what_is_not_streamed():
-    why = functools.partial(few_rows_gpu.why_not_stream, as_format("int4"))
+    why = functools.partial(few_rows.why_not_stream, as_format("int4"))
     assert why((256, 256), 4, (1, 1), jnp.bfloat16) is None
     assert "not bfloat16" in why((256, 256), 4, (1, 1), jnp.float16)
     for shape, groups in [((256, 192), 1), ((160, 256), 1), ((256, 256), 16)]:
@@ -134,7 +131,7 @@ def test_a_shard_too_narrow_to_stream():
     """A device's part of a weight that is streamed as a whole: the same numbers by XLA."""
     w = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[1])
     x = random(2, 4, 256)
-    call = few_rows_gpu._stream_call(w.format, False, True, jnp.float32, False)
+    call = few_rows._stream_call(w.format, False, True, jnp.float32, False)
     out = call(x, w.qvalue, w.scale[0])
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(out, exact) < 1e-5
@@ -250,7 +247,7 @@ def same(a, b):
 def test_rows_have_the_same_codes(name):
     x = extremes(jnp.bfloat16)
     want = mt.quantize(x, name, channelwise_axes=[0])
-    codes, scale = quantize_gpu.rows(x, as_format(name), interpret=True)
+    codes, scale = quantize_triton.rows(x, as_format(name), interpret=True)
     assert same(codes, want.qvalue)
     assert same(scale, want.scale[:, 0])
 
@@ -435,11 +432,11 @@ def test_scaled_matmul(equation):
 @pytest.mark.parametrize("num_steps", [3, 4])
 def test_several_blocks_to_a_program(num_steps):
     """With whole rounds of the ring, and without; one scale for all rows, or many."""
-    blocks = matmul_gpu.Blocks(64, 128, 128, 4)
+    blocks = scaled_hopper.Blocks(64, 128, 128, 4)
     a, b = (random(i, 320, 128 * num_steps).astype(jnp.float8_e4m3fn) for i in (1, 2))
     sa, sb = jnp.full((1,), 0.5), jnp.linspace(1, 2, 320)
     for scales in ((sa, sb), (sb, sa), (sb, sb)):
-        got = matmul_gpu.scaled_matmul(a, b, *scales, jnp.float32, blocks, True)
+        got = scaled_hopper.scaled_matmul(a, b, *scales, jnp.float32, blocks, True)
         want = wide(a) @ wide(b).T * wide(scales[0])[:, None] * wide(scales[1])
         assert error(got, want) < 1e-6
 
@@ -507,11 +504,11 @@ def test_a_trace_is_not_shared_between_implementations():
 def test_a_kernel_says_what_it_does_not_take():
     x, w = (mt.quantize(random(i, 64, 64), "int8") for i in range(2))
     labels = ("m", "k"), ("k", "n"), ("m", "n")
-    assert "smaller than a block" in gpu.why_not_scaled(labels, x, w)
+    assert "smaller than a block" in scaled_adapter.why_not_scaled(labels, x, w)
     batch = ("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")
-    assert "batch axes" in gpu.why_not_scaled(batch, x, w)
+    assert "batch axes" in scaled_adapter.why_not_scaled(batch, x, w)
     mixed = mt.quantize(random(2, 64, 64), "e4m3")
-    assert "int8 by float8_e4m3fn" in gpu.why_not_scaled(labels, x, mixed)
+    assert "int8 by float8_e4m3fn" in scaled_adapter.why_not_scaled(labels, x, mixed)
 
 
 # --- lowering ---------------------------------------------------------------------------------
@@ -524,21 +521,23 @@ def lower(fn, *shapes):
 
 def test_triton_kernels_lower_for_cuda():
     x = SHAPE((128, 256), jnp.bfloat16)
-    lower(lambda x: quantize_gpu.rows(x, as_format("int8")), x)
+    lower(lambda x: quantize_triton.rows(x, as_format("int8")), x)
     lower(
-        lambda x, s: quantize_gpu.cast(x, s, as_format("e4m3"), ("plain", "transposed")),
+        lambda x, s: quantize_triton.cast(x, s, as_format("e4m3"), ("plain", "transposed")),
         x, SHAPE((1, 256), jnp.float32),
     )  # fmt: skip
     both, inverse = ("plain", "transposed"), SHAPE((1, 1), jnp.float32)
     for dtype in (jnp.bfloat16, jnp.float32):
         of = SHAPE((128, 256), dtype)
-        run = functools.partial(quantize_gpu.cast, fmt=as_format("e5m2"), copies=both)
+        run = functools.partial(
+            quantize_triton.cast, fmt=as_format("e5m2"), copies=both
+        )
         lower(lambda x, s, run=run: run(x, s, largest=True), of, inverse)
-        run = functools.partial(quantize_gpu.tiles, fmt=as_format("e4m3"))
+        run = functools.partial(quantize_triton.tiles, fmt=as_format("e4m3"))
         lower(lambda x, s, run=run: run(x, inverse=s), of, inverse)
     noise = SHAPE((128,), jnp.uint32), SHAPE((256,), jnp.uint32)
     for name in ("int8", "e4m3"):
-        run = functools.partial(quantize_gpu.rows, fmt=as_format(name))
+        run = functools.partial(quantize_triton.rows, fmt=as_format(name))
         lower(lambda x, n, run=run: run(x, noise=n), x, noise)
     for name, tile in WEIGHTS:
         for rows in (1, 16):
@@ -546,11 +545,11 @@ def test_triton_kernels_lower_for_cuda():
             planes = 8 // min(fmt.bits, 8)
             codes = SHAPE((4096, 512), jnp.int8 if planes > 1 else fmt.dtype)
             scale = SHAPE((planes, 4096 // tile, 512), jnp.bfloat16) if tile else None
-            blocks = tuned.weight_blocks(fmt, rows, codes.shape, tile)
-            run = functools.partial(decode_gpu.weight_matmul, fmt=fmt, blocks=blocks)
+            blocks = triton_tuned.weight_blocks(fmt, rows, codes.shape, tile)
+            run = functools.partial(weight_triton.weight_matmul, fmt=fmt, blocks=blocks)
             lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
-    blocks = decode_gpu.turned_blocks(16, (512, 4096))
-    run = functools.partial(decode_gpu.turned_matmul, blocks=blocks)
+    blocks = weight_triton.turned_blocks(16, (512, 4096))
+    run = functools.partial(weight_triton.turned_matmul, blocks=blocks)
     lower(run, SHAPE((16, 4096), jnp.bfloat16), SHAPE((512, 4096), jnp.int8))
 
 
@@ -559,20 +558,20 @@ def test_hopper_kernels_lower_for_cuda(out):
     float8 = SHAPE((512, 1024), jnp.float8_e4m3fn)
     int8 = SHAPE((512, 1024), jnp.int8)
     vector, tiles = SHAPE((512,), jnp.float32), SHAPE((8, 512), jnp.float32)
-    blocks = tuned.scaled_blocks(out, (512, 512))
+    blocks = scaled_tuned.scaled_blocks(out, (512, 512))
     for codes in (float8, int8):
         lower(
-            lambda a, b, s, t: matmul_gpu.scaled_matmul(a, b, s, t, out, blocks),
+            lambda a, b, s, t: scaled_hopper.scaled_matmul(a, b, s, t, out, blocks),
             codes, codes, vector, vector,
         )  # fmt: skip
     one = SHAPE((1,), jnp.float32)
     lower(
-        lambda a, b, s, t: matmul_gpu.scaled_matmul(a, b, s, t, out, blocks),
+        lambda a, b, s, t: scaled_hopper.scaled_matmul(a, b, s, t, out, blocks),
         float8, float8, one, one,
     )  # fmt: skip
     for scales in (tiles, SHAPE((8, 4), jnp.float32)):
         lower(
-            lambda a, b, s, t: blocked_gpu.blocked_matmul(a, b, s, t, out),
+            lambda a, b, s, t: hopper_tiled.blocked_matmul(a, b, s, t, out),
             float8, float8, tiles, scales,
         )  # fmt: skip
 
@@ -586,9 +585,9 @@ def test_streamed_weights_lower_for_cuda(name, tile):
     last = None if tile else SHAPE((4096,), jnp.float32)
     for rows, dtype in [(1, jnp.float32), (16, jnp.bfloat16), (64, jnp.bfloat16)]:
         with pretend_gpu():
-            blocks = tuned.stream_blocks(fmt, rows, (4096, 4096), tile)
+            blocks = decode_tuned.stream_blocks(fmt, rows, (4096, 4096), tile)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}
-        run = functools.partial(stream_gpu.stream_matmul, **how)
+        run = functools.partial(decode_kernel.stream_matmul, **how)
         lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale, last)
 
 
@@ -597,9 +596,9 @@ def test_what_clusters_receive_has_room(rows, columns):
     """Shared memory to the last kB: 8 bits in groups of 32, under scales in float32."""
     fmt = as_format("int8")
     with pretend_gpu():
-        blocks = tuned.stream_blocks(fmt, rows, (4096, columns), 32)
+        blocks = decode_tuned.stream_blocks(fmt, rows, (4096, columns), 32)
     assert blocks is not None and blocks.cluster > 2
-    run = functools.partial(stream_gpu.stream_matmul, fmt=fmt, blocks=blocks)
+    run = functools.partial(decode_kernel.stream_matmul, fmt=fmt, blocks=blocks)
     codes, scale = SHAPE((4096, columns), jnp.int8), SHAPE((128, columns), jnp.float32)
     lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
 
@@ -608,7 +607,7 @@ def test_a_streamed_matmul_leaves_nothing_to_others(monkeypatch):
     """Columns are scaled and the result cast in the kernel, not by XLA after it."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     how = (as_format("int8"), 0, jnp.bfloat16, False, True)
-    run = lambda x, w, s: few_rows_gpu.weight(x, w, None, s, *how)
+    run = lambda x, w, s: few_rows.weight(x, w, None, s, *how)
     args = SHAPE((8, 512), jnp.bfloat16), SHAPE((512, 512), jnp.int8)
     with pretend_gpu():
         traced = jax.jit(run).trace(*args, SHAPE((512,), jnp.float32))
@@ -622,7 +621,9 @@ def test_odd_sizes_lower_for_cuda(monkeypatch):
     x = mt.quantize(random(1, 200, 272), "int8", channelwise_axes=[0])
     w = mt.quantize(random(2, 272, 328), "int8", channelwise_axes=[1])
     labels = ("m", "k"), ("k", "n"), ("m", "n")
-    run = lambda x, w: gpu.scaled(labels, x, w, jnp.bfloat16, interpret=False)
+    run = lambda x, w: scaled_adapter.scaled(
+        labels, x, w, jnp.bfloat16, interpret=False
+    )
     with pretend_gpu():
         jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",))
 

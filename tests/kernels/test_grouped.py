@@ -9,22 +9,17 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import (
-    attention_gpu,
-    choose,
-    few_groups_gpu,
-    grouped_decode,
-    grouped_gpu,
-    ragged_gpu,
-    stream_groups_gpu,
-    tuned,
-    wanted,
-    words_gpu,
-    xla,
-)
-from midtread.kernels.matmul_gpu import Blocks
-from midtread.kernels.stream_gpu import Blocks as StreamBlocks
-from midtread.kernels.stream_groups_gpu import Choice, Walk
+from midtread.kernels import choose, triton_words, wanted, xla
+from midtread.kernels.decode_attention import triton as attention_triton
+from midtread.kernels.hopper import SHARED
+from midtread.kernels.scaled_matmul import grouped_adapter, hopper_grouped
+from midtread.kernels.scaled_matmul import tuned as scaled_tuned
+from midtread.kernels.scaled_matmul.hopper import Blocks
+from midtread.kernels.weight_matmul import few_groups, triton_grouped, triton_tuned
+from midtread.kernels.weight_matmul.hopper_decode import grouped as decode_grouped
+from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
+from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice, Walk
+from midtread.kernels.weight_matmul.hopper_decode.kernel import Blocks as StreamBlocks
 from midtread.numerics.formats import as_format
 from tests.kernels.test_gpu import (
     SHAPE,
@@ -98,8 +93,8 @@ def test_a_neighbours_nan_stays_there():
 
 @pytest.mark.parametrize("sizes", [SIZES, [0, 0], [256], [8, 248], [300, 5]])
 def test_row_blocks_cover_every_row_once(sizes):
-    groups = grouped_gpu.groups_of(jnp.array(sizes), 256)
-    *table, counts = np.asarray(grouped_gpu.row_blocks(groups, 256, 64)).T
+    groups = hopper_grouped.groups_of(jnp.array(sizes), 256)
+    *table, counts = np.asarray(hopper_grouped.row_blocks(groups, 256, 64)).T
     assert counts[0] <= len(table)
     seen = np.zeros(256, int)
     for group, first, start, end in table[: counts[0]]:
@@ -113,8 +108,8 @@ def test_row_blocks_cover_every_row_once(sizes):
 def test_a_ragged_kernel_says_what_it_does_not_take():
     x = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[0])
     w = mt.quantize(random(2, 2, 128, 128), "int8")
-    groups = ragged_gpu.Groups("r", "g", jnp.array([1, 2]))
-    why = functools.partial(ragged_gpu.why_not_grouped, groups=groups, lhs=x)
+    groups = grouped_adapter.Groups("r", "g", jnp.array([1, 2]))
+    why = functools.partial(grouped_adapter.why_not_grouped, groups=groups, lhs=x)
     labels = ("r", "k"), ("g", "k", "n"), ("r", "n")
     assert why(labels, rhs=w) is None
     assert "axes besides" in why((("r", "k"), ("g", "k", "n"), ("n", "r")), rhs=w)
@@ -175,12 +170,12 @@ STREAMED = [  # several rings, a sum that programs share; scales of columns, of 
 def test_streamed_groups(name, tile, choice, monkeypatch):
     """Hopper's kernel: two blocks of one group, an empty group, two groups within 8 rows,
     rows beyond all."""
-    monkeypatch.setattr(tuned, "stream_choices", lambda *_: (choice,))
+    monkeypatch.setattr(decode_tuned, "stream_choices", lambda *_: (choice,))
     tiles = {1: tile} if tile else {}
     w = mt.quantize(random(1, 3, 128, 256), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
     x, sizes = random(2, 20, 128), [11, 0, 6]
-    groups = ragged_gpu.Groups("r", "g", jnp.array(sizes))
-    run = lambda x, w: few_groups_gpu.weight(GROUPED, groups, x, w, True, hopper=True)
+    groups = grouped_adapter.Groups("r", "g", jnp.array(sizes))
+    run = lambda x, w: few_groups.weight(GROUPED, groups, x, w, True, hopper=True)
     got = jax.jit(run)(x, w)
     assert error(got, ragged(x, mt.dequantize(w, jnp.float32), sizes)) < 4e-3
     assert np.all(wide(got)[17:] == 0)
@@ -190,7 +185,7 @@ def test_a_shard_too_narrow_to_stream_in_groups():
     """A device's part of weights: the same numbers by XLA, and their gradient."""
     w = mt.quantize(random(1, 2, 128, 128), "int4", channelwise_axes=[0, 2])
     x, c, sizes = random(2, 3, 20, 128), random(3, 20, 128), jnp.array([9, 11])
-    call = few_groups_gpu._stream_call(w.format, False)
+    call = few_groups._stream_call(w.format, False)
     run = lambda x: call(x, w.qvalue, w.scale, sizes)
     matrix = mt.dequantize(w, jnp.float32)
     want = np.stack([ragged(rows, matrix, [9, 11]) for rows in x])
@@ -202,7 +197,7 @@ def test_a_shard_too_narrow_to_stream_in_groups():
 @pytest.mark.parametrize("sizes", [SIZES, [0, 0], [256], [8, 248], [300, 5]])
 def test_streamed_blocks_cover_the_rows_of_groups_once(sizes):
     walks = [Walk(i, m, len(sizes), 3, 1, 1, 2) for i, m in enumerate((16, 32))]
-    groups = stream_groups_gpu.by_xla(jnp.array(sizes), 256, walks)
+    groups = decode_grouped.by_xla(jnp.array(sizes), 256, walks)
     ends = np.minimum(np.cumsum(sizes), 256)
     for walk in walks:
         seen = np.zeros((256, 3), int)
@@ -215,14 +210,14 @@ def test_streamed_blocks_cover_the_rows_of_groups_once(sizes):
 
 
 def test_what_is_not_streamed_in_groups():
-    why = functools.partial(few_groups_gpu.why_not_stream, as_format("int4"), 20)
+    why = functools.partial(few_groups.why_not_stream, as_format("int4"), 20)
     assert why((2, 256, 256), 1, jnp.bfloat16) is None
     assert "not bfloat16" in why((2, 256, 256), 1, jnp.float16)
     for shape, tiles in [((2, 256, 192), 1), ((2, 160, 256), 1), ((2, 256, 256), 16)]:
         assert "do not divide" in why(shape, tiles, jnp.bfloat16)
-    groups, x = ragged_gpu.Groups("r", "g", jnp.array([1, 2])), random(1, 4, 128)
+    groups, x = grouped_adapter.Groups("r", "g", jnp.array([1, 2])), random(1, 4, 128)
     w = mt.quantize(random(2, 2, 128, 256), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 64})  # fmt: skip
-    why = functools.partial(few_groups_gpu.why_not_weight, GROUPED, groups, x, w)
+    why = functools.partial(few_groups.why_not_weight, GROUPED, groups, x, w)
     assert why(hopper=True) is None and "Hopper alone" in why(hopper=False)
 
 
@@ -231,34 +226,34 @@ def test_streamed_groups_fit():
     for name, tile in [("int8", None), ("int4", 128), ("nf4", 64)]:
         for rows in (1, 8.5, 16, 20, 64):
             fmt = as_format(name)
-            choices = tuned.stream_choices(fmt, rows, (4096, 7168), tile)
+            choices = decode_tuned.stream_choices(fmt, rows, (4096, 7168), tile)
             assert len(choices) == (1 if rows == 64 else 2)
             assert len({c.blocks.division(fmt.bits).groups for c in choices}) == 1
             for choice in choices:
                 assert choice.rows >= rows and choice.blocks.stages >= 2
                 size = choice.blocks.num_bytes(fmt, choice.rows, tile)
-                size += choice.blocks.exchanged(choice.rows) + tuned.HELD
-                assert size <= tuned.SHARED
-    (one, more) = tuned.stream_choices(as_format("int4"), 4, (1408, 256), 128)
+                size += choice.blocks.exchanged(choice.rows) + decode_tuned.HELD
+                assert size <= SHARED
+    (one, more) = decode_tuned.stream_choices(as_format("int4"), 4, (1408, 256), 128)
     assert one.blocks.deep == more.blocks.deep == 1  # 1408 is not whole for four rings
 
 
-@pytest.mark.parametrize("name", words_gpu.FORMATS)
+@pytest.mark.parametrize("name", triton_words.FORMATS)
 def test_words_hold_every_code(name):
     fmt = as_format(name)
     bits = np.arange(2**16, dtype=np.uint16).view(np.int16)
-    planes = words_gpu.planes(jnp.asarray(bits), fmt, native=False)
+    planes = triton_words.planes(jnp.asarray(bits), fmt, native=False)
     codes = jax.lax.bitcast_convert_type(jnp.asarray(bits), fmt.dtype)
     for p, got in enumerate(planes):
         np.testing.assert_array_equal(wide(got), wide(codes[:, p]))
-    again = words_gpu.as_words(codes.reshape(-1), fmt)
+    again = triton_words.as_words(codes.reshape(-1), fmt)
     np.testing.assert_array_equal(again, bits)
 
 
 def test_rows_fit_float16():
     x = random(1, 4, 64, dtype=jnp.float32) * jnp.array([[1e30], [1e-30], [0], [1]])
     x = x.astype(jnp.bfloat16)
-    small, size = words_gpu.fitted(x)
+    small, size = triton_words.fitted(x)
     assert np.all(np.abs(wide(small)) < 1)
     np.testing.assert_allclose(wide(small) * wide(size), wide(x), rtol=1e-3, atol=1e-36)
 
@@ -293,7 +288,7 @@ def test_attention_over_a_cache(name, axes):
 
 def test_attention_is_refused_by_name():
     q = random(3, 2, 1, 4, 32)
-    why = attention_gpu.why_not
+    why = attention_triton.why_not
     k = cached(1, "int8", (0, 1, 2), 2, 16, 2, 32)
     assert why(q, k, k) is None
     assert "2 tokens at once" in why(random(3, 2, 2, 4, 32), k, k)
@@ -315,14 +310,14 @@ def test_grouped_kernels_lower_for_cuda():
         codes = lambda *shape, dtype=dtype: SHAPE(shape, dtype)
         for per_group in (128, 2048):
             rows = 8 * per_group
-            blocks = tuned.grouped_blocks(out, per_group, 512)
+            blocks = scaled_tuned.grouped_blocks(out, per_group, 512)
             lower(
-                lambda *a, out=out, b=blocks: grouped_gpu.grouped_rows(*a, out, b),
+                lambda *a, out=out, b=blocks: hopper_grouped.grouped_rows(*a, out, b),
                 codes(rows, 256), codes(8, 512, 256), vector(rows), vector(8, 512), sizes,
             )  # fmt: skip
-        blocks = tuned.scaled_blocks(out, (512, 512))
+        blocks = scaled_tuned.scaled_blocks(out, (512, 512))
         lower(
-            lambda *a, out=out, b=blocks: grouped_gpu.grouped_sums(*a, out, b),
+            lambda *a, out=out, b=blocks: hopper_grouped.grouped_sums(*a, out, b),
             codes(512, 1024), codes(512, 1024), vector(512), vector(512), sizes,
         )  # fmt: skip
 
@@ -333,9 +328,9 @@ def test_grouped_kernels_lower_for_cuda():
 )
 def test_streamed_groups_lower_for_cuda(name, tile, rows):
     fmt, shape = as_format(name), (4096, 1024)
-    choices = tuned.stream_choices(fmt, rows, shape, tile)
+    choices = decode_tuned.stream_choices(fmt, rows, shape, tile)
     how = {"fmt": fmt, "choices": choices}
-    run = functools.partial(stream_groups_gpu.grouped_stream, **how)
+    run = functools.partial(decode_grouped.grouped_stream, **how)
     codes = SHAPE((8, 4096, 1024 // (1 if fmt.bits > 4 else 2)), jnp.int8)
     scale = SHAPE((8, 4096 // (tile or 4096), 1024), jnp.bfloat16)
     x = SHAPE((8 * rows, 4096), jnp.bfloat16)
@@ -343,11 +338,11 @@ def test_streamed_groups_lower_for_cuda(name, tile, rows):
 
 
 def test_kernels_that_read_words_lower_for_cuda():
-    for name in words_gpu.FORMATS:
+    for name in triton_words.FORMATS:
         fmt = as_format(name)
-        planes = words_gpu.num_planes(fmt)
-        blocks = tuned.expert_blocks(fmt, 16, (4096, 7168 // planes), 128)
-        run = functools.partial(grouped_decode.grouped_weight, fmt=fmt, blocks=blocks)
+        planes = triton_words.num_planes(fmt)
+        blocks = triton_tuned.expert_blocks(fmt, 16, (4096, 7168 // planes), 128)
+        run = functools.partial(triton_grouped.grouped_weight, fmt=fmt, blocks=blocks)
         words = SHAPE((8, 4096, 7168 // planes), jnp.int16)
         for tiles in (1, 32):
             scale = SHAPE((planes, 8, tiles, 7168 // planes), jnp.float32)
@@ -357,7 +352,7 @@ def test_kernels_that_read_words_lower_for_cuda():
         fmt = name and as_format(name)
         dtype = fmt.dtype if fmt else jnp.bfloat16
         part = SHAPE((2, 1000, 8, 128), dtype), fmt and SHAPE((2, 1000, 8), jnp.float32)
-        run = functools.partial(attention_gpu.decode_attention, fmt=fmt)
+        run = functools.partial(attention_triton.decode_attention, fmt=fmt)
         q = SHAPE((2, 8, 4, 128), jnp.bfloat16)
         lower(run, q, part, part, SHAPE((2,), jnp.int32))
 
@@ -411,6 +406,6 @@ def test_attention_under_vmap_and_grad():
 
 
 def test_paired_programs_are_for_long_groups():
-    assert tuned.grouped_blocks(jnp.bfloat16, 4096, 7168).pair
-    assert not tuned.grouped_blocks(jnp.bfloat16, 512, 7168).pair
-    assert tuned.grouped_blocks(jnp.bfloat16, 64, 7168) == Blocks(64, 128)
+    assert scaled_tuned.grouped_blocks(jnp.bfloat16, 4096, 7168).pair
+    assert not scaled_tuned.grouped_blocks(jnp.bfloat16, 512, 7168).pair
+    assert scaled_tuned.grouped_blocks(jnp.bfloat16, 64, 7168) == Blocks(64, 128)

@@ -1,4 +1,4 @@
-"""Who holds which column in stream_gpu and mixed_gpu, told by numbers instead of threads."""
+"""Who holds which column in hopper_decode and hopper_prefill, told by numbers instead of threads."""
 
 import functools
 import itertools
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midtread.kernels import lanes_gpu, mixed_lanes_gpu, threads_gpu, turn_gpu
+from midtread.kernels.hopper import lanes, threads
+from midtread.kernels.weight_matmul.hopper_decode import exchange
+from midtread.kernels.weight_matmul.hopper_prefill import registers
 
 
 @pytest.fixture
 def stand(monkeypatch):
     """To be a thread, whose number is known."""
-    return lambda thread: monkeypatch.setattr(
-        lanes_gpu.mgpu, "thread_idx", lambda: thread
-    )
+    return lambda thread: monkeypatch.setattr(lanes.mgpu, "thread_idx", lambda: thread)
 
 
 DIVISIONS = [
@@ -31,20 +31,20 @@ DIVISIONS = [
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
-    extents, axes = lanes_gpu.order(bits)
+    extents, axes = lanes.order(bits)
     columns = np.arange(256).reshape(extents).transpose(axes).reshape(4, 64)
     for thread in range(128):
         stand(thread)
         row = 16 * (thread // 32) + thread // 4 % 8
         for j in range(4):
-            first: Any = lanes_gpu.Division(bits, 4).place(j)[0]
+            first: Any = lanes.Division(bits, 4).place(j)[0]
             assert columns[j, [row, row + 8]].tolist() == [first, first + 1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
     """Every column once, and of bytes 2g and 2g + 1 of a strip the one that is decoded."""
-    lanes, found = mixed_lanes_gpu.Lanes(bits), []
+    lanes, found = registers.Lanes(bits), []
     for thread in range(0, 256, 4):  # one of the four that hold the same columns
         stand(thread)
         place: Any = lanes.place(*lanes.mine())
@@ -59,22 +59,22 @@ def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
 @pytest.mark.parametrize("length", [64, 128])
 def test_lines_are_where_the_copy_engine_puts_them(length, stand, monkeypatch):
     """Units of 16 bytes, as CUDA swizzles them: bits 7 and up of an address turn 4 and up."""
-    monkeypatch.setattr(threads_gpu, "address_of", lambda ref, offset: offset)
-    monkeypatch.setattr(threads_gpu.llvm, "ptrtoint", lambda kind, address: address)
-    monkeypatch.setattr(threads_gpu, "word_type", lambda: None)
+    monkeypatch.setattr(threads, "address_of", lambda ref, offset: offset)
+    monkeypatch.setattr(threads.llvm, "ptrtoint", lambda kind, address: address)
+    monkeypatch.setattr(threads, "word_type", lambda: None)
     for row, unit in itertools.product(range(8), range(length // 16)):
         stand(row)
         plain = row * length + unit * 16
         turned = plain ^ (plain >> 7) % (length // 16) * 16
-        assert threads_gpu.line(None, unit, length) == turned
+        assert threads.line(None, unit, length) == turned
 
 
 @pytest.mark.parametrize(("bits", "wide", "deep"), DIVISIONS)
 def test_sums_change_hands(bits, wide, deep, stand, monkeypatch):
     """Each is put where it is looked for, and 16 lanes that write meet no bank."""
-    rows, division = 16, lanes_gpu.Division(bits, wide, deep)
-    monkeypatch.setattr(turn_gpu, "address_of", lambda ref, offset: offset)
-    place: Any = functools.partial(turn_gpu._place, None, division, rows=rows)
+    rows, division = 16, lanes.Division(bits, wide, deep)
+    monkeypatch.setattr(exchange, "address_of", lambda ref, offset: offset)
+    place: Any = functools.partial(exchange._place, None, division, rows=rows)
     every = [
         place(part, row, column)
         for part in range(deep)

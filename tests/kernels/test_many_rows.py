@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import many_rows_gpu, mixed_sums_gpu, tuned, wanted, xla
-from midtread.kernels.mixed_sums_gpu import Blocks
+from midtread.kernels import wanted, xla
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.kernels.weight_matmul import many_rows
+from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
+from midtread.kernels.weight_matmul.hopper_prefill import tuned as prefill_tuned
+from midtread.kernels.weight_matmul.hopper_prefill.pipeline import Blocks
 from midtread.numerics.formats import as_format
 
 needs_interpreter = pytest.mark.skipif(
@@ -45,11 +48,11 @@ CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split
 @pytest.mark.parametrize(("name", "tile", "columns", "programs", "blocks"), CASES)
 def test_values(name, tile, columns, programs, blocks, monkeypatch):
     """Decoded without its PTX here; rows that are no whole block, or half of one."""
-    monkeypatch.setattr(tuned, "mixed_blocks", lambda *_: blocks)
-    monkeypatch.setattr(mixed_sums_gpu, "num_cores", lambda: programs)
+    monkeypatch.setattr(prefill_tuned, "mixed_blocks", lambda *_: blocks)
+    monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: programs)
     w, x = weight(name, tile, (256, columns)), random(2, 66, 256)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
-    run = many_rows_gpu.weight(x, w.qvalue, scale, w.format, jnp.float32, True)
+    run = many_rows.weight(x, w.qvalue, scale, w.format, jnp.float32, True)
     values = mt.dequantize(w, jnp.bfloat16 if tile else jnp.float32)
     exact = jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32))
     # as if decoded first; a table's entries are rounded on their own
@@ -61,12 +64,12 @@ def test_values(name, tile, columns, programs, blocks, monkeypatch):
 def test_codes(name, monkeypatch):
     """Rows of codes by a weight as it is stored; a scale for each row."""
     blocks = Blocks(rows=64, k=128, stages=2, split=2)
-    monkeypatch.setattr(tuned, "mixed_blocks", lambda *_: blocks)
-    monkeypatch.setattr(mixed_sums_gpu, "num_cores", lambda: 2)
+    monkeypatch.setattr(prefill_tuned, "mixed_blocks", lambda *_: blocks)
+    monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: 2)
     x = mt.quantize(random(1, 66, 512), name, channelwise_axes=[0])
     w = weight(name, None, (512, 128))
     scales = [q.scale.astype(jnp.float32).reshape(-1) for q in (x, w)]
-    run = many_rows_gpu.codes(x.qvalue, w.qvalue, *scales, jnp.float32, True)
+    run = many_rows.codes(x.qvalue, w.qvalue, *scales, jnp.float32, True)
     exact = jnp.dot(mt.dequantize(x, jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(run, exact) < 1e-6
 
@@ -76,9 +79,11 @@ def test_last_round_is_cut():
     dtypes = jnp.bfloat16, jnp.bfloat16
     how = (1024, (4096, 14336), None, dtypes)
     with pretend_gpu():
-        assert tuned.mixed_blocks(as_format("int8"), *how).halves
+        assert prefill_tuned.mixed_blocks(as_format("int8"), *how).halves
         how = (1024, (14336, 4096), None, dtypes)
-        assert not tuned.mixed_blocks(as_format("int8"), *how).halves  # 128 blocks
+        assert not prefill_tuned.mixed_blocks(
+            as_format("int8"), *how
+        ).halves  # 128 blocks
 
 
 @pytest.mark.parametrize(
@@ -93,11 +98,11 @@ def test_last_round_is_cut():
 def test_blocks_fit(name, tile, rows_in):
     """Whole parts of the sum, and no more shared memory than there is."""
     fmt, dtypes = as_format(name), (jnp.dtype(rows_in), jnp.float32)
-    step = mixed_sums_gpu.step(rows_in)
+    step = prefill_pipeline.step(rows_in)
     for rows in (65, 100, 256, 300, 1000, 8192):
         for k, n in [(4096, 14336), (14336, 4096), (256, 128), (1280, 768)]:
             with pretend_gpu():
-                b = tuned.mixed_blocks(fmt, rows, (k, n), tile, dtypes)
+                b = prefill_tuned.mixed_blocks(fmt, rows, (k, n), tile, dtypes)
             assert k % (b.split * step) == 0 and b.rows <= 256
             assert b.stages >= 2 and n % (256 if b.pair else 128) == 0
             assert b.rows % (64 if b.halves else 32) == 0
@@ -109,7 +114,7 @@ def test_what_it_does_not_take():
 
     def why(name="int4", shape=(256, 256), summed=0, scale=scale, dtypes=(bf16, bf16)):
         how = (as_format(name), shape, summed, 100, scale, dtypes)
-        return many_rows_gpu.why_not(*how)
+        return many_rows.why_not(*how)
 
     assert why() is None
     assert "int2 has no kernel" in why("int2")
@@ -164,9 +169,7 @@ def test_a_stored_weight_is_not_turned_beside_its_matmul(name, hopper):
 def test_what_was_written_for_a_matmul_is_not_turned(hopper, monkeypatch):
     """A stored weight goes by its columns; one that training quantizes lies as it should."""
     seen = []
-    monkeypatch.setattr(
-        many_rows_gpu, "codes", lambda *given: seen.append(given[1].shape)
-    )
+    monkeypatch.setattr(many_rows, "codes", lambda *given: seen.append(given[1].shape))
     x, w = random(1, 128, 512), random(2, 512, 256)
     stored = weight("int8", None, w.shape)
     ops = mt.learn(mt.recipe("qwix_int8"))
@@ -194,7 +197,7 @@ def test_grad_and_vmap(name, tile):
     w, x, c = weight(name, tile, (256, 64)), random(2, 2, 70, 256), random(3, 2, 70, 64)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
     how = (w.format, jnp.bfloat16, False)
-    run = lambda x, s: jax.vmap(lambda x: many_rows_gpu.weight(x, w.qvalue, s, *how))(x)
+    run = lambda x, s: jax.vmap(lambda x: many_rows.weight(x, w.qvalue, s, *how))(x)
     loss = lambda x, s: jnp.sum((c * run(x, s)).astype(jnp.float32))
     plain = lambda x, s: jnp.sum(
         (c * mt.dot(x, w.replace(scale=s.astype(w.scale.dtype)))).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""How sums become rows in stream_gpu: all threads of all programs of a cluster, one after
+"""How sums become rows in hopper_decode: all threads of all programs of a cluster, one after
 another, by the functions that build their code, on numbers instead of MLIR."""
 
 import collections
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from midtread.kernels import lanes_gpu, turn_gpu
+from midtread.kernels.hopper import lanes
+from midtread.kernels.weight_matmul.hopper_decode import exchange
 
 Names = types.SimpleNamespace
 
@@ -54,8 +55,8 @@ class Machine:
             "_pair": lambda at: self.here(at[0]).get(at[1], [0.0, 0.0]),
         }
         for name, change in changes.items():
-            monkeypatch.setattr(turn_gpu, name, change)
-        monkeypatch.setattr(lanes_gpu.mgpu, "thread_idx", lambda: self.thread)
+            monkeypatch.setattr(exchange, name, change)
+        monkeypatch.setattr(lanes.mgpu, "thread_idx", lambda: self.thread)
 
     def here(self, name):
         return self.memory[self.rank, name]
@@ -63,7 +64,7 @@ class Machine:
     def run(self, results, code, given, kinds):
         """Of the instructions, the one that sends."""
         del results, kinds
-        if code != turn_gpu._SEND or not self.is_sending:
+        if code != exchange._SEND or not self.is_sending:
             return
         (name, offset), _, to, *pair, row, limit = given
         if row < limit:
@@ -93,12 +94,12 @@ CASES = [  # bits, wide and deep, rows, programs
 
 @pytest.mark.parametrize(("division", "m", "cluster"), CASES)
 def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypatch):
-    machine, division = Machine(monkeypatch), lanes_gpu.Division(*division)
+    machine, division = Machine(monkeypatch), lanes.Division(*division)
     padded = -(-m // 8) * 8
     everyone = [(r, t) for r in range(cluster) for t in range(128 * division.groups)]
     ring, signal = Ref(name="ring"), Ref(name="signal")
     received = Ref(
-        name="received", type=Names(shape=turn_gpu.received_shape(cluster, m))
+        name="received", type=Names(shape=exchange.received_shape(cluster, m))
     )
 
     for machine.rank, machine.thread in everyone:
@@ -111,17 +112,17 @@ def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypa
                 for h in (0, 1)
                 for odd in (0, 1)
             ]
-            turn_gpu._put(ring, division, j, words, padded)
+            exchange._put(ring, division, j, words, padded)
 
-    total = functools.partial(turn_gpu._total, ring, division, rows=padded)
-    finish = functools.partial(turn_gpu._alone, total, division.groups, padded)
+    total = functools.partial(exchange._total, ring, division, rows=padded)
+    finish = functools.partial(exchange._alone, total, division.groups, padded)
     if cluster > 1:
         how = total, division.groups, m, received, signal
-        finish = functools.partial(turn_gpu._in_cluster, *how)
+        finish = functools.partial(exchange._in_cluster, *how)
         for machine.rank, machine.thread in everyone:
             finish()
         for rank in range(cluster):
-            expected = turn_gpu._expected(cluster, m, rank)
+            expected = exchange._expected(cluster, m, rank)
             assert machine.received[rank] == expected
         machine.is_sending = False  # all of it has come: now as those who waited
 

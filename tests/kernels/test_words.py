@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.kernels import words_gpu
+from midtread.kernels import triton_words
 from midtread.numerics.formats import as_format
 
 FLOAT8 = {"e4m3x2": jnp.float8_e4m3fn, "e5m2x2": jnp.float8_e5m2}
@@ -66,14 +66,14 @@ def run(text: str, words: np.ndarray) -> np.ndarray:
     return values["$0"]
 
 
-@pytest.mark.parametrize("name", words_gpu.FORMATS)
+@pytest.mark.parametrize("name", triton_words.FORMATS)
 def test_the_assembly_decodes_every_word(name):
     fmt = as_format(name)
     words = np.arange(2**16, dtype=np.uint16)
     pairs = np.stack([words, words[::-1]], axis=1).reshape(-1)
     with jax.numpy_dtype_promotion("standard"):
-        want = words_gpu.planes(jnp.asarray(pairs.view(np.int16)), fmt, native=False)
+        want = triton_words.planes(jnp.asarray(pairs.view(np.int16)), fmt, native=False)
     for plane, values in enumerate(want):
-        got = run(words_gpu.assembly(fmt, plane), pairs.view(np.uint32))
+        got = run(triton_words.assembly(fmt, plane), pairs.view(np.uint32))
         got = halves(got).reshape(-1)
         np.testing.assert_array_equal(got, np.asarray(values))

@@ -17,7 +17,7 @@ from flax import nnx
 import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
-from midtread.kernels import attention_gpu
+from midtread.kernels.decode_attention import triton as attention
 from midtread.kernels.wanted import implementation
 from midtread.lm import build, cache, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
@@ -286,9 +286,9 @@ def test_a_token_by_the_attention_kernel(key, monkeypatch):
     m = Model(**{**SMALL, "head_dim": 32})
     net, tokens = model.create(m), jax.random.randint(key, (2, 6), 0, 256)
     before = call(net, tokens[:, :5], cache=cache.make(m, 2, 8, ("int8", "dkv"))).cache
-    runs, kernel = [], attention_gpu.decode_attention
+    runs, kernel = [], attention.decode_attention
     spy = lambda *args, **kw: runs.append(args) or kernel(*args, **kw)
-    monkeypatch.setattr(attention_gpu, "decode_attention", spy)
+    monkeypatch.setattr(attention, "decode_attention", spy)
     step = lambda: call(net, tokens[:, 5:], jnp.full((2, 1), 5), before).logits
     want = step()
     assert not runs

@@ -1,0 +1,29 @@
+"""Kernels: the programs that multiply and quantize, one folder per operation.
+
+    operation                             device     file
+    codes x codes, scaled                 Hopper     scaled_matmul/hopper.py
+      scales in tiles of the sum          Hopper     scaled_matmul/hopper_tiled.py
+      rows in groups                      Hopper     scaled_matmul/hopper_grouped.py
+    float x codes of a stored weight
+      up to 64 rows                       Hopper     weight_matmul/hopper_decode/
+                                          NVIDIA     weight_matmul/triton.py
+      more rows                           Hopper     weight_matmul/hopper_prefill/
+      few rows of each group              Hopper     weight_matmul/hopper_decode/grouped.py
+                                          NVIDIA     weight_matmul/triton_grouped.py
+                                          CPU        cpu.py
+    float -> codes                        NVIDIA     quantize/triton.py
+    one token against a cache of codes    NVIDIA     decode_attention/triton.py
+    everything else                       any        xla.py
+
+Around them:
+
+    choose.py, choose_weights.py   which of these runs a contraction
+    wanted.py          which implementation the user asked for
+    */adapter.py       from labelled axes to the matrices that a kernel takes, or why not
+    partition.py       a kernel as a function of JAX that can be differentiated and sharded
+    tuned.py           reads the block sizes that lie beside each kernel, <device>.json
+    triton_words.py    codes read 16 bits at a time, for Triton
+    hopper/            what the kernels for Hopper are made of
+    block_specs.py     QArrays as arguments of a user's own Pallas kernel
+    pallas_compat.py   Pallas, whichever version of JAX it comes from
+"""

@@ -150,27 +150,27 @@ def _imported(name: str) -> Callable:
 
 def _kernels() -> ModuleType:
     """Imported on use: Pallas is large, and of no use without a GPU."""
-    from midtread.kernels import gpu
+    from midtread.kernels.scaled_matmul import adapter as scaled_adapter
 
-    return gpu
+    return scaled_adapter
 
 
 def _quantizing() -> ModuleType:
-    from midtread.kernels import to_codes_gpu
+    from midtread.kernels.quantize import adapter as quantize_adapter
 
-    return to_codes_gpu
+    return quantize_adapter
 
 
 def _ragged_kernels() -> ModuleType:
-    from midtread.kernels import ragged_gpu
+    from midtread.kernels.scaled_matmul import grouped_adapter
 
-    return ragged_gpu
+    return grouped_adapter
 
 
 def _few_groups_kernels() -> ModuleType:
-    from midtread.kernels import few_groups_gpu
+    from midtread.kernels.weight_matmul import few_groups
 
-    return few_groups_gpu
+    return few_groups
 
 
 def scaled(
@@ -185,7 +185,7 @@ def scaled(
 
     Args:
         tiles: the number of tiles of each summed label that scales vary along.
-        stored: the sides that were not quantized for this contraction (gpu.scaled).
+        stored: the sides that were not quantized for this contraction (scaled_matmul/adapter.py).
     """
     out = choose_weights.few_rows(labels, lhs, rhs, dtype)
     if out is not None:
@@ -278,18 +278,18 @@ def attend(
     reason = why_not_attend(q, k, v)
     if not wanted.taken(reason, "attention over this cache"):
         return None
-    from midtread.kernels import attention_gpu
+    from midtread.kernels.decode_attention import triton as attention
 
-    return attention_gpu.attend(q, k, v, lengths, gain, wanted.is_interpreted())
+    return attention.attend(q, k, v, lengths, gain, wanted.is_interpreted())
 
 
 def why_not_attend(q, k: QArray, v: QArray) -> str | None:
     reason = wanted.why_no_gpu(hopper=False) or wanted.why_not_here(q, k, v)
     if reason is not None:
         return reason
-    from midtread.kernels import attention_gpu
+    from midtread.kernels.decode_attention import triton as attention
 
-    return attention_gpu.why_not(q, k, v)
+    return attention.why_not(q, k, v)
 
 
 def why_not_grouped(labels, groups: tuple, lhs, rhs, tiles) -> str | None:
@@ -368,7 +368,7 @@ def _is_rows_of_tiles(x, spec: Spec, summed) -> bool:
     num_rows = math.prod(x.shape[:-1])
     if num_rows == 0 or not choose_weights.is_few(num_rows):
         return False
-    is_whole = num_rows <= 8 or num_rows % 8 == 0  # else stream_gpu pads them next
+    is_whole = num_rows <= 8 or num_rows % 8 == 0  # else hopper_decode pads them next
     return is_whole and 1 < counts[-1] < x.shape[-1]
 
 

@@ -7,8 +7,8 @@ A weight is seen as a matrix as it lies in memory, and its scale as a vector ove
 as a matrix over groups of the sum. Then it depends on the platform and on the rows:
 
     a CPU                cpu.py
-    up to MAX_ROWS       few_rows_gpu.py, on NVIDIA GPUs
-    more                 many_rows_gpu.py, on Hopper
+    up to MAX_ROWS       weight_matmul/few_rows.py, on NVIDIA GPUs
+    more                 weight_matmul/many_rows.py, on Hopper
 """
 
 import math
@@ -28,15 +28,15 @@ Labels = tuple[str, ...]
 
 def _for_few() -> ModuleType:
     """Imported on use: Pallas is large, and of no use without a GPU."""
-    from midtread.kernels import few_rows_gpu
+    from midtread.kernels.weight_matmul import few_rows
 
-    return few_rows_gpu
+    return few_rows
 
 
 def _for_many() -> ModuleType:
-    from midtread.kernels import many_rows_gpu
+    from midtread.kernels.weight_matmul import many_rows
 
-    return many_rows_gpu
+    return many_rows
 
 
 def is_few(num_rows: int) -> bool:

@@ -32,7 +32,7 @@ MIXES_FLOAT8 = VERSION >= (0, 11)
 # Public from jax 0.12; None elsewhere, and Mosaic kernels are then only lowered in tests.
 InterpretGPUParams = getattr(plgpu, "InterpretGPUParams", None)
 
-# MLIR, as private as jaxlib's: for threads_gpu.py and its users, code for single threads.
+# MLIR, as private as jaxlib's: for hopper/threads.py and its users, code for single threads.
 __all__ = ["arith", "ir", "llvm", "mgpu", "pl", "plgpu", "pltriton"]
 
 

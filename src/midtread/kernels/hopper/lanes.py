@@ -1,0 +1,270 @@
+"""What single threads of a warpgroup do in hopper_decode: who holds which column, and how.
+
+    Division   who
+    decoded    bytes in shared memory -> left operands of tensor cores, in registers
+    scales     the numbers that belong to the columns of an accumulator
+
+The last two serve hopper_prefill too, whose threads hold other columns (hopper_prefill/registers.py).
+
+A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
+of the weight rows 2c and 2c + 1, and of accumulator j
+
+    4 bits   columns  64 w + 32 (j / 2) + 4 g + 2 (j % 2) + (0, 1)
+    8 bits   columns  64 j + 16 w + 2 g + (0, 1)
+
+for ldmatrix turns blocks of 8 rows by 16 bytes: a lane gets two bytes of two rows in a word.
+
+A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups share the sum.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels.hopper.decoding import Code
+from midtread.kernels.hopper.threads import (
+    address_of,
+    array,
+    line,
+    matrices,
+    modulo,
+    moved,
+    plus,
+    pure,
+    shifted,
+    times,
+    twice,
+    two_of,
+    value,
+    word_type,
+)
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+from midtread.kernels.scaled_matmul.hopper import in_order
+
+COLUMNS, ACCUMULATORS = 256, 4
+SWIZZLED = in_order(128, jnp.int8)
+
+
+class Holders(Protocol):
+    """Who holds which column: a Division, or hopper_prefill's Lanes."""
+
+    @property
+    def wide(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    def mine(self) -> list[Any]: ...
+    def place(self, j) -> tuple[Any, Any, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Of a program's work among its warpgroups."""
+
+    bits: int
+    wide: int = 1  # accumulators of a warpgroup
+    deep: int = 1  # sets of warpgroups, each with its own rows
+
+    @property
+    def across(self) -> int:
+        """Warpgroups that read the same rows."""
+        return ACCUMULATORS // self.wide
+
+    @property
+    def groups(self) -> int:
+        return self.across * self.deep
+
+    def mine(self) -> list[Any]:
+        """This thread's accumulators: numbers where they are known, else MLIR values."""
+        if self.across == 1:
+            return list(range(self.wide))
+        q = modulo(shifted(mgpu.thread_idx(), 7), self.across)
+        return [plus(times(q, self.wide), a) for a in range(self.wide)]
+
+    @property
+    def shared(self) -> int:
+        """Accumulators whose columns lie in the same bytes."""
+        return 8 // self.bits
+
+    def place(self, j):
+        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        thread = mgpu.thread_idx()
+        g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
+        if self.bits == 4:
+            strip, pair = plus(times(w, 32), times(shifted(j, 1), 16)), modulo(j, 2)
+            return plus(times(strip, 2), times(g, 4), times(pair, 2)), strip, pair
+        strip = plus(times(j, 64), times(w, 16))
+        return plus(strip, times(g, 2)), strip, 0
+
+
+# --- decoding ---------------------------------------------------------------------------------
+
+
+def decoded(
+    ref: Any, code: Code, holders: Holders, table: Any = None, scale: Any = None
+) -> list[jax.Array]:
+    """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
+    bytes [rows, width] in shared memory.
+
+    Args:
+        code: makes two registers of a word, or of the words of two rows with a table.
+        table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
+        scale: [groups of these rows, columns], float32 or bfloat16; a product is rounded
+            once. In bfloat16, the slopes of `code` are scaled, if it has any.
+    """
+    rows, width = ref.shape
+    one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    beside = [r for r in (table, scale) if r is not None]
+    order = in_order(min(128, width), jnp.int8)
+    types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
+    num_groups = 1 if scale is None else scale.shape[0]
+    size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=[one] * holders.wide)
+    def run(ctx, ref, *beside):
+        del ctx
+        beside = list(beside)
+        table_here = None if table is None else beside.pop(0)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        out, words = [], []
+        for a, j in enumerate(holders.mine()):
+            column, byte, half = holders.place(j)
+            if a % holders.shared == 0:
+                words = _turned(ref, byte, rows, width)
+            starts = _starts(beside, column, size) or [None]
+            scaling = [_scaling(code, at, size) for at in starts]
+            registers = []
+            for tile, given in enumerate(_given(words, half, table_here)):
+                terms, factors = scaling[tile * num_groups // (rows // 8)]
+                both = pure(code.text, [word_type()] * 2, [*given, *terms])
+                for h, made in enumerate(both):
+                    made = mgpu.utils.bitcast(made, pair)
+                    registers.append(_product(made, factors[h]) if factors else made)
+            out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
+        return out
+
+    return run(ref, *beside)
+
+
+def _given(words: list, half, table) -> list[list]:
+    """What `code` gets for every 8 rows: a word with the columns of an accumulator in front,
+    or, with a table, 32 bits of two rows, which of their bytes is wanted, and the table."""
+    if table is None:
+        return [[value(shifted(word, times(half, 8)))] for word in words]
+    lane = modulo(mgpu.thread_idx(), 32)
+    start = llvm.ptrtoint(word_type(), address_of(table, times(lane, 4)))
+    code = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
+    given = []
+    for two in zip(words[::2], words[1::2]):
+        by_rows = pure(code, [word_type()] * 2, list(two))
+        bytes_ = [value(plus(half, 0x4440 + 2 * tile)) for tile in (0, 1)]
+        given += [[*by_rows, byte, start] for byte in bytes_]
+    return given
+
+
+def _starts(refs: list, column, size: int) -> list:
+    """The addresses of a thread's two scales, one for each group."""
+    if not refs:
+        return []
+    (ref,) = refs
+    start = address_of(ref, times(column, size))
+    count, columns = ref.type.shape
+    return [moved(start, i * columns * size) for i in range(count)]
+
+
+def _turned(ref, byte, rows: int, width: int) -> list:
+    """A word for every 8 rows of 16 bytes: bytes 2g, 2g + 1 of row 2c, then of row 2c + 1."""
+    assert rows % 32 == 0, rows
+    box = times(shifted(byte, 7), 1024)
+    tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
+    start = line(ref, shifted(modulo(byte, 128), 4), min(128, width))
+    start = plus(start, box, times(tile, 8 * width))
+    return [
+        word
+        for row in range(0, rows, 32)
+        for word in matrices(start, row * width, ".trans")
+    ]
+
+
+def _scaling(code: Code, start, size: int) -> tuple[list, list]:
+    """Slopes and starts for both columns of a thread, and what values are multiplied by then:
+    nothing, if there are no scales, or these are in the slopes."""
+    if start is None:
+        return _terms(code, []), []
+    if size == 4:
+        words = two_of(start, size)
+        return _terms(code, []), [
+            mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words
+        ]
+    factors = twice(llvm.load(word_type(), start))
+    return _terms(code, factors), [] if code.lines else factors
+
+
+def _terms(code: Code, factors: list) -> list:
+    """Slope and start for each column, by its factor, a pair of bfloat16, if there is one."""
+    pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
+    for h, numbers in enumerate(code.lines):
+        for number in numbers:
+            both = np.full(2, number, np.float32).astype(jnp.bfloat16)
+            word = value(int(both.view(np.int32)[0]))
+            if factors:
+                made = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
+                word = mgpu.utils.bitcast(made, word_type())
+            words.append(word)
+    return words
+
+
+def _product(pair, factor):
+    """Two values in bfloat16 by a scale, a pair of itself in bfloat16 or one float32."""
+    if factor.type == pair.type:
+        return arith.mulf(pair, factor)
+    wide = [
+        arith.extf(factor.type, llvm.extractelement(pair, value(i))) for i in (0, 1)
+    ]
+    made = [arith.mulf(v, factor) for v in wide]
+    (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], made)
+    return mgpu.utils.bitcast(both, pair.type)
+
+
+def scales(ref: Any, holders: Holders) -> list[jax.Array]:
+    """Of a program's numbers, one for each column, the 64 of each accumulator, in float32."""
+    row = plgpu.Layout.WGMMA.reduce(1)
+    one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
+    size = jnp.dtype(ref.dtype).itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * holders.wide)
+    def load(ctx, ref):
+        del ctx
+        vector = ir.VectorType.get((1,), ir.F32Type.get())
+        out = []
+        for j in holders.mine():
+            start = address_of(ref, times(holders.place(j)[0], size))
+            words = [mgpu.utils.bitcast(w, vector) for w in two_of(start, size)]
+            out.append(array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
+        return out
+
+    run: Any = load  # its first argument comes from Pallas
+    return run(ref)
+
+
+# --- the same for the interpreter -------------------------------------------------------------
+
+
+def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents of a program's 256 columns, and the axes in the order (j, row of wgmma)."""
+    if bits == 4:
+        return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
+    return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g
+
+
+def mine_of(values, bits: int, j):
+    """[64, K] of a block of values [K, 256]: what warpgroup `j` takes; interpreted."""
+    split, axes = order(bits)
+    k = values.shape[0]
+    parts = values.reshape(k, *split).transpose(*(1 + a for a in axes), 0)
+    return lax.dynamic_index_in_dim(
+        parts.reshape(ACCUMULATORS, 64, k), j, 0, keepdims=False
+    )

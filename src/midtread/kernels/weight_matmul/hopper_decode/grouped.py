@@ -1,0 +1,334 @@
+"""Few rows for each expert against stored weights on Hopper: hopper_decode over groups of rows.
+
+    out_RN  =  sum_t s_gtN  sum_{k in t} x_Rk value(code_gkN)         g = group of row R, Mosaic
+
+Rows of a group are taken some at a time, from a multiple of 8 on, as the copy engine wants
+it; what belongs to the neighbours is computed and not written. Such a block by 256 columns of
+its group's weight is an item, and all items laid end to end are one long stretch of weight. It
+is cut into equal spans, one for each multiprocessor, wherever a span ends. A program reads its
+span from end to end through the rings of hopper_decode and never stops fetching; where an item
+ends, its warpgroups add up what they have and write it.
+
+So an item may be cut, and a sum have parts in several programs. Each part has a slot of the
+result, slots without a part are written as zeros, and XLA adds them up: always in the same
+order. Rows beyond all groups have no blocks: XLA makes them zero.
+
+Sizes are known to the device alone. Every program adds them up for itself, which is sooner
+done than a kernel of XLA's is launched, and with them chooses how many rows a block has: of two
+`Choice`s, the one that costs less for the number of blocks it makes of these groups.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels.hopper import decoding
+from midtread.kernels.hopper.lanes import COLUMNS, SWIZZLED
+from midtread.kernels.pallas_compat import (
+    alike,
+    interpreter,
+    lane_params,
+    num_cores,
+    pl,
+    plgpu,
+)
+from midtread.kernels.weight_matmul.hopper_decode import exchange
+from midtread.kernels.weight_matmul.hopper_decode import kernel as decode_kernel
+from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
+from midtread.kernels.weight_matmul.hopper_decode.pipeline import (
+    Blocks,
+    Place,
+    Plan,
+    Refs,
+)
+from midtread.numerics.formats import Format, dtype_bits
+
+MOST_SLOTS = 4
+STRIP = 8  # rows of the copy engine's pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    rows: int  # of a block, a multiple of STRIP
+    cost: int  # of a block, to be compared with that of other choices
+    blocks: Blocks  # `split` and `cluster` are 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Over all items, by programs; a unit is a block of the weight for each ring."""
+
+    number: int  # of the choice
+    rows: int
+    num_groups: int
+    tiles: int  # of 256 columns
+    units: int  # of an item
+    programs: int
+    slots: int
+
+
+class Groups(NamedTuple):
+    """The first row of each group and of what follows the last one, and for each choice
+    their first blocks: in shared memory, or in memory where XLA made them."""
+
+    rows: Any  # [G + 1]
+    blocks: Any  # [choices, G + 1]
+
+    def fill(self, sizes, num_rows: int, walks: list[Walk]) -> list:
+        """[rows in groups, blocks by each choice]."""
+
+        def put(g, firsts):
+            self.rows[g] = firsts[0]
+            for walk, block in zip(walks, firsts[1:]):
+                self.blocks[walk.number, g] = block
+
+        def one(g, firsts):
+            put(g, firsts)
+            return _after(firsts, sizes[g], num_rows, walks)
+
+        num_groups, zero = sizes.shape[0], jnp.int32(0)
+        firsts = lax.fori_loop(0, num_groups, one, [zero] * (1 + len(walks)))
+        put(num_groups, firsts)
+        return firsts
+
+    def find(self, walk: Walk, item) -> tuple:
+        """(group, first row, tile of columns) of an item."""
+        block = lax.div(item, walk.tiles)
+        group, step = jnp.int32(0), 1 << (walk.num_groups - 1).bit_length()
+        while step > 1:  # the last group that does not start after this block
+            step //= 2
+            later = jnp.minimum(group + step, walk.num_groups)
+            group = jnp.where(self.blocks[walk.number, later] <= block, later, group)
+        strip = lax.div(self.rows[group], STRIP)
+        row = (block - self.blocks[walk.number, group]) * walk.rows + strip * STRIP
+        return group, row, item - block * walk.tiles
+
+
+def _after(firsts: list, size, num_rows: int, walks: list[Walk]) -> list:
+    """The first row and the first blocks of the group after one of so many rows."""
+    start, *blocks = firsts
+    end = jnp.minimum(start + size, num_rows)
+    held = jnp.where(end > start, end - lax.div(start, STRIP) * STRIP, 0)
+    return [end, *(b + _over(held, w.rows) for b, w in zip(blocks, walks))]
+
+
+def by_xla(sizes_G: jax.Array, num_rows: int, walks: list[Walk]) -> Groups:
+    """Groups for the interpreter, which halts now and then if warpgroups fill them."""
+    step = lambda firsts, size: (_after(firsts, size, num_rows, walks), firsts)
+    zero, sizes = jnp.int32(0), jnp.append(sizes_G, 0).astype(jnp.int32)
+    _, (rows, *blocks) = lax.scan(step, [zero] * (1 + len(walks)), sizes)
+    return Groups(rows, jnp.stack(blocks))
+
+
+def _over(a, b):
+    return -(-a // b) if isinstance(a, int) else lax.div(a + b - 1, b)
+
+
+class Way(NamedTuple):
+    """A choice, with all that follows from it."""
+
+    plan: Plan
+    walk: Walk
+    cost: int
+    scratch: list  # shared memory, in the order of Refs
+
+
+def _body(*given, ways: list[Way], num_rows: int):
+    walks = [way.walk for way in ways]
+    if ways[0].plan.native:
+        *given, sizes, out, inside, rows, blocks = given
+        groups = Groups(rows, blocks)
+        inside[0], *counts = groups.fill(sizes, num_rows, walks)
+    else:
+        *given, rows, blocks, out, inside = given
+        groups, num_groups = Groups(rows, blocks), walks[0].num_groups
+        inside[0], *counts = rows[num_groups], blocks[0, num_groups]
+
+    def run(way: Way, count):
+        def scoped(*held):
+            refs = decode_pipeline.refs_of(way.plan, [*given, out, *held])
+            _over_items(way.plan, way.walk, refs, groups, count)
+
+        pl.run_scoped(scoped, *way.scratch, collective_axes="wg")
+
+    first, *more = [functools.partial(run, *pair) for pair in zip(ways, counts)]
+    if more:
+        is_first = counts[0] * ways[0].cost <= counts[1] * ways[1].cost
+        lax.cond(is_first, first, *more)
+    else:
+        first()
+
+
+def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: Groups, num_blocks):
+    """This program's span of all items."""
+    units, deep = walk.units, plan.division.deep
+    total = num_blocks * walk.tiles * units
+    each = jnp.maximum(_over(total, walk.programs), _over(units, walk.slots - 1))
+    start = jnp.minimum(lax.axis_index("program") * each, total)
+    stop = jnp.minimum(start + each, total)
+
+    def find(ring, i):
+        item = lax.div(start + i, units)
+        group, row, tile = groups.find(walk, item)
+        chunk = (start + i - item * units) * deep + ring
+        place = (group * plan.num_chunks + chunk) * plan.blocks.k
+        row = pl.multiple_of(row, STRIP)
+        return decode_pipeline.Spot(place, tile, row, chunk * plan.blocks.k)
+
+    me = decode_pipeline.place(plan, lambda ring: stop - start, find)
+    decode_pipeline.start(plan, refs, me)
+
+    def one(item, _):
+        begin = jnp.maximum(item * units, start)
+        end = jnp.minimum((item + 1) * units, stop)
+        span = begin - start, end - start
+        sums = decode_pipeline.sums(plan, refs, me._replace(span=span))
+        slot, is_last = _over(begin - item * units, each), end == (item + 1) * units
+        written = [(slot == s) | ((slot < s) & is_last) for s in range(walk.slots)]
+        group, row, tile = groups.find(walk, item)
+        low = jnp.maximum(groups.rows[group] - row, 0)
+        high = jnp.minimum(groups.rows[group + 1] - row, walk.rows)
+        write = _write if plan.native else _write_interpreted
+        write(plan, refs, me, sums, (group, row, tile), (low, high), slot, written)
+
+    lax.fori_loop(lax.div(start, units), _over(stop, units), one, None)
+
+
+def _write(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written):
+    del me
+    (group, row, tile), (low, high) = place, limits
+    columns = pl.ds(tile * COLUMNS, COLUMNS)
+    out = refs.out.at[:, pl.ds(row, refs.x_ring.shape[1]), columns]
+    last = None if refs.last is None else refs.last.at[pl.ds(group, 1), columns]
+    counts = [jnp.where(is_written, high - low, 0) for is_written in written]
+    slots = exchange.Slots(slot, low, counts)
+    exchange.finish(out, refs.spare, sums, last, plan.division, slots=slots)
+
+
+def _write_interpreted(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written):  # fmt: skip
+    """Whole blocks, apart by groups, which XLA puts in place."""
+    del limits
+    group, row, tile = place
+    if refs.last is not None:
+        last = refs.last.at[group, pl.ds(tile * COLUMNS, COLUMNS)]
+        some = decode_pipeline.scales(last, plan, me)
+        sums = [one * s[:, None] for one, s in zip(sums, some)]
+    for s, is_written in enumerate(written):
+
+        @pl.when(is_written)
+        def _(s=s):
+            for a, one in enumerate(sums):
+                rows, j = pl.ds(row, one.shape[1]), me.within * plan.blocks.wide + a
+                part = jnp.where(slot == s, one, 0.0)
+                refs.out[s, group, me.ring, tile, j, :, rows] = part
+
+
+def grouped_stream(
+    x_RK: jax.Array,
+    bytes_GKB: jax.Array,
+    scale_GTN: jax.Array,
+    sizes_G: jax.Array,
+    *,
+    fmt: Format,
+    choices: tuple[Choice, ...],
+    interpret: bool = False,
+) -> jax.Array:
+    """[R, N] in float32: rows times the values of their group's codes, scaled for each of T
+    tiles of the sum.
+
+    Args:
+        scale_GTN: in float32 or bfloat16.
+        choices: one or two, with as many warpgroups. Interpreted, the first: warpgroups that
+            wait for each other in a branch keep the interpreter's threads.
+    """
+    choices = choices[:1] if interpret else choices
+    num_rows, (num_groups, _, num_n) = x_RK.shape[0], scale_GTN.shape
+    ways = _ways(x_RK.shape, scale_GTN, fmt, choices, not interpret)
+    walks = [way.walk for way in ways]
+    most = max(choice.rows for choice in choices)
+    padded = max(-(-num_rows // STRIP) * STRIP, most) + (most if interpret else 0)
+    x = jnp.pad(x_RK, ((0, padded - num_rows), (0, 0)))
+    args, held = _operands(x, bytes_GKB, scale_GTN, ways[0].plan), []
+    out = (walks[0].slots, num_rows, num_n)
+    if interpret:
+        args += by_xla(sizes_G, num_rows, walks)
+        out = out[0], num_groups, choices[0].blocks.deep, walks[0].tiles, 4, 64, padded
+    else:
+        args.append(sizes_G.astype(jnp.int32))
+        firsts = (num_groups + 1,), (len(choices), num_groups + 1)
+        held = [plgpu.SMEM(shape, jnp.int32) for shape in firsts]
+    (num_threads,) = {way.plan.division.groups for way in ways}
+    kernel = plgpu.kernel(
+        functools.partial(_body, ways=ways, num_rows=num_rows),
+        out_type=(
+            jax.ShapeDtypeStruct(out, jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        grid=(walks[0].programs,),
+        grid_names=("program",),
+        num_threads=num_threads,
+        thread_name="wg",
+        scratch_types=held,
+        compiler_params=lane_params(),
+        **(interpreter() if interpret else {}),
+    )
+    out, inside = kernel(*alike(*args))
+    out, row = jnp.sum(out, axis=0), jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    if interpret:
+        out = _put_in_place(out, sizes_G, row, dtype_bits(fmt.dtype))
+    return jnp.where(row < inside, out, 0.0)
+
+
+def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
+    (num_rows, k), (num_groups, num_tiles, num_n) = shape, scale_GTN.shape
+    group = None if num_tiles == 1 else k // num_tiles
+    tiles, programs = num_n // COLUMNS, num_cores()
+    # as many parts as a sum has if groups are not empty: two where items outnumber programs
+    slots = min(MOST_SLOTS, 1 + _over(programs, min(num_groups, num_rows) * tiles))
+    ways = []
+    for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
+        assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
+        chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
+        plan = Plan(fmt, blocks, group, chunks, group is None, native, walks=True)
+        walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
+        ways.append(Way(plan, walk, choices[i].cost, _scratch(plan, rows, scale_GTN)))
+    return ways
+
+
+def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> list:
+    """In the order of Refs."""
+    num_n, rows = scale_GTN.shape[2], bytes_GKB.shape[0] * bytes_GKB.shape[1]
+    args = [x, bytes_GKB.reshape(rows, -1)]
+    if plan.group:
+        args.append(scale_GTN.reshape(-1, num_n))
+    if plan.looks_up:
+        args.append(jnp.asarray(decoding.pairs(plan.fmt.table)))
+    if plan.is_scaled:
+        args.append(scale_GTN[:, 0])
+    return args
+
+
+def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
+    """[R, N] of what the interpreted kernel writes, [groups, rings, ..]."""
+    in_order = functools.partial(decode_kernel.in_order_of, bits=bits)
+    out = jax.vmap(in_order)(jnp.sum(out, axis=1))[:, : len(row)]
+    end = jnp.cumsum(sizes_G)[:, None, None]
+    is_own = (row < end) & (row >= end - sizes_G[:, None, None])
+    return jnp.sum(jnp.where(is_own, out, 0.0), axis=0)
+
+
+def _scratch(plan: Plan, rows: int, scale_GTN) -> list:
+    """Of one choice, in the order of Refs."""
+    blocks, scale = plan.blocks, scale_GTN if plan.group else None
+    scratch = decode_kernel.rings(plan, rows, scale)
+    if plan.looks_up:
+        scratch += [plgpu.SMEM(decoding.TABLE, jnp.int32), plgpu.Barrier()]
+    if not plan.native:
+        each = plan.division.groups * blocks.wide, 64, plan.inner
+        return [*scratch, plgpu.SMEM(each, jnp.bfloat16)]
+    lines = blocks.exchanged(rows) // 128
+    return [*scratch, plgpu.SMEM((lines, 128), jnp.int8, transforms=SWIZZLED)]

@@ -1,0 +1,181 @@
+"""Few rows against a stored weight on Hopper: codes go from memory into tensor cores.
+
+    out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 64, Mosaic
+
+The weight is the left operand of the tensor cores, which may come from registers, and x the
+right one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the thread
+that decoded it, and eight rows cost as many instructions as one.
+
+A program owns 256 columns of the weight (as Flax stores it, [k, n] with n along the
+memory) and a part of the sum. The copy engine brings blocks of `k` rows into rings of
+buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
+sets of warpgroups take turns at the blocks, each with a ring of its own:
+
+    wide 4, deep 3 or 4    a ring to each warpgroup: what is read once gives all its columns,
+                           and nobody waits for anybody. Best for 4 bits and a few rows, whose
+                           sums fit into registers; by mma.sync (hopper/mma.py)
+    wide 1 or 2, deep 1    all warpgroups read every block, each for its columns; by wgmma
+
+Tensor cores want pairs of neighbours along k in one register, and they lie in two rows:
+ldmatrix, meant to transpose blocks of 16-bit numbers, puts 16 bits of two rows into a word.
+Which 64 columns an accumulator takes is free, so it takes those that this yields
+(hopper/lanes.py).
+
+wgmma is asynchronous and reads its registers when it comes to it. So nothing may be decoded
+into registers of a multiplication that was not waited for: a block is decoded in two pieces
+at least, and when one is begun only the piece before it may be under way.
+
+Programs that share a column go in a cluster, where there are clusters of that size for all
+columns at once: they send each other their sums, scale, cast and write the result
+(exchange.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
+seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8. With one too many the time
+is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in
+whatever it does next.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels.hopper import decoding, lanes
+from midtread.kernels.hopper.lanes import COLUMNS
+from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
+from midtread.kernels.scaled_matmul.hopper import in_order
+from midtread.kernels.weight_matmul.hopper_decode import exchange
+from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
+from midtread.kernels.weight_matmul.hopper_decode.pipeline import Blocks, Plan
+from midtread.numerics.formats import Format, dtype_bits
+
+FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
+
+
+def _body(*given, plan: Plan):
+    """A warpgroup's share: sums of its blocks (hopper_decode/pipeline.py), which then change hands
+    (exchange.py)."""
+    refs, deep = decode_pipeline.refs_of(plan, given), plan.division.deep
+    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    part = share * plan.blocks.cluster + lax.axis_index("part")
+    begin, end = (
+        lax.div(p * plan.num_chunks, plan.blocks.split) for p in (part, part + 1)
+    )
+
+    def find(ring, i):
+        k = (begin + i * deep + ring) * plan.blocks.k
+        # row 0 of x, but Pallas must not know: it refuses to read beyond the last row,
+        # which the copy engine fills up with zeros
+        return decode_pipeline.Spot(k, tile, share * 0, k)
+
+    count = lambda ring: lax.div(end - begin - ring + deep - 1, deep)
+    me = decode_pipeline.place(plan, count, find)
+    decode_pipeline.start(plan, refs, me)
+    others = (refs.received, refs.signal) if plan.is_clustered else None
+    if others:
+        exchange.prepare(refs.signal, plan.blocks.cluster, refs.out.shape[1])
+    sums = decode_pipeline.sums(plan, refs, me)
+    if plan.native:
+        columns = pl.ds(tile * COLUMNS, COLUMNS)
+        last = None if refs.last is None else refs.last.at[:, columns]
+        out = refs.out.at[pl.ds(share, 1), :, columns]
+        exchange.finish(out, refs.w_ring, sums, last, plan.division, others)
+    else:
+        for a, one in enumerate(sums):
+            refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
+
+
+def stream_matmul(
+    x_MK: jax.Array,
+    bytes_KB: jax.Array,
+    scale_GN: jax.Array | None,
+    last_N: jax.Array | None = None,
+    *,
+    fmt: Format,
+    blocks: Blocks,
+    dtype=jnp.float32,
+    interpret: bool = False,
+) -> jax.Array:
+    """[M, N]: x times the codes' values, scaled and cast.
+
+    Args:
+        scale_GN: of groups of rows, in float32 or bfloat16.
+        last_N: of columns, likewise.
+        dtype: of the result, float32 or bfloat16.
+    """
+    (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
+    assert k % blocks.k == 0 and blocks.split <= k // blocks.k, (k, blocks)
+    assert blocks.split % blocks.cluster == 0, blocks
+    num_n = bytes_KB.shape[1] * 8 // bits
+    shares, tiles = blocks.split // blocks.cluster, num_n // COLUMNS
+    group = None if scale_GN is None else k // scale_GN.shape[0]
+    padded = -(-m // 8) * 8
+    if interpret or m > FILLED:
+        x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
+    num_chunks, native = k // blocks.k, not interpret
+    in_kernel = last_N is not None and shares == 1 and native
+    plan = Plan(fmt, blocks, group, num_chunks, in_kernel, native)
+    args = [x_MK, bytes_KB]
+    args += [] if scale_GN is None else [scale_GN]
+    scratch = rings(plan, padded, scale_GN)
+    if plan.looks_up:
+        args.append(jnp.asarray(decoding.pairs(fmt.table)))
+        scratch += [plgpu.SMEM(decoding.TABLE, jnp.int32), plgpu.Barrier()]
+    if last_N is not None and in_kernel:
+        args.append(last_N.reshape(1, num_n))
+    mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
+    if native:
+        if plan.is_clustered:
+            shape = exchange.received_shape(blocks.cluster, m)
+            scratch.append(plgpu.SMEM(shape, jnp.float32))
+            scratch.append(plgpu.SMEM(exchange.SIGNAL, jnp.int32))
+        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
+        mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
+    else:  # the interpreter knows no clusters
+        each = plan.division.groups * blocks.wide, 64, plan.inner
+        scratch.append(plgpu.SMEM(each, x_MK.dtype))
+        out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
+        mesh = {"grid": (tiles, shares, blocks.cluster)}
+        mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
+    kernel = plgpu.kernel(
+        functools.partial(_body, plan=plan),
+        out_type=jax.ShapeDtypeStruct(*out),
+        num_threads=plan.division.groups,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=lane_params(barriers=False),
+        **mesh,
+    )
+    out = kernel(*alike(*args))
+    out = in_order_of(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
+    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
+    if last_N is not None and not in_kernel:
+        out = out * last_N.astype(jnp.float32).reshape(1, num_n)
+    return out.astype(dtype)
+
+
+def rings(plan: Plan, padded: int, scale) -> list:
+    """Buffers for the weight, x and scales of groups, and their barriers."""
+    blocks, division = plan.blocks, plan.division
+    buffers = blocks.stages * blocks.deep
+    ring = lambda shape, dtype, columns: plgpu.SMEM(
+        (buffers, *shape), dtype, transforms=in_order(columns, dtype)
+    )
+    found: list = [
+        ring((blocks.k, COLUMNS * division.bits // 8), jnp.int8, 128),
+        ring((padded, blocks.k), jnp.bfloat16, 64 if plan.by_warps else plan.inner),
+    ]
+    if plan.group:
+        count = max(1, blocks.k // plan.group)
+        found.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
+    full = plgpu.Barrier(num_arrivals=len(found), num_barriers=buffers)
+    empty = plgpu.Barrier(num_arrivals=division.across, num_barriers=buffers)
+    return found + ([full] if plan.by_warps else [full, empty])
+
+
+def in_order_of(out, bits: int):
+    """[M, N] of [N / 256, 4, 64, M], which the interpreted kernel writes."""
+    tiles, padded = out.shape[0], out.shape[-1]
+    extents, axes = lanes.order(bits)
+    out = out.reshape(tiles, *(extents[a] for a in axes), padded)
+    back = [1 + axes.index(a) for a in range(len(axes))]
+    return out.transpose(out.ndim - 1, 0, *back).reshape(padded, -1)

@@ -1,0 +1,324 @@
+"""What the warpgroups of hopper_prefill do: fetch, decode or turn, multiply, write.
+
+A ring is `stages` buffers, each with two barriers: `full`, when its parts have come, and
+`empty`, when those who multiply have left it. One warpgroup fills buffers, block after block
+of the result, without a pause; two multiply, 64 columns each.
+
+    Registers.  wgmma reads its left operand while the threads go on. So what is decoded
+    next goes into other registers, and waits until the ones before are done: two decodings
+    in a row are the body of the loop, and one wgmma is in flight at a time.
+
+    The last round.  1,024 rows by 14,336 columns are 448 blocks for 132 programs: three
+    rounds and 52 blocks. These are cut in two, so that the last round takes half as long.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.kernels.hopper import SHARED, decoding, lanes
+from midtread.kernels.pallas_compat import (
+    load_slice,
+    num_cores,
+    pl,
+    plgpu,
+    transposed,
+)
+from midtread.kernels.weight_matmul.hopper_prefill import registers
+from midtread.numerics.formats import Format, dtype_bits
+
+GROUPS = 2  # warpgroups that multiply
+COLUMNS = 64 * GROUPS  # of the result, in a block
+OUT_ROWS, OUT_COLUMNS = 32, 64  # of the result, written at a time
+WIDTH = 8  # of the walk
+
+
+def inner(dtype) -> int:
+    """Of the sum, in one wgmma over rows of this dtype: 128 bytes."""
+    return 128 // jnp.dtype(dtype).itemsize
+
+
+def step(dtype) -> int:
+    """Of the sum, in the body of the loop."""
+    return 2 * inner(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    rows: int = 256  # of the result, 256 at most
+    k: int = 64  # of the sum, in one buffer
+    stages: int = 5  # buffers
+    split: int = 1  # programs that share a sum
+    pair: bool = False  # two programs, side by side, fetch x once for both
+    halves: bool = False  # cut the blocks of the last round in two
+
+    def most_stages(self, fmt: Format, group: int | None, dtypes) -> int:
+        """Buffers that shared memory has room for; `dtypes` of rows and of the result."""
+        x_size, out_size = (jnp.dtype(d).itemsize for d in dtypes)
+        out_size = out_size if self.split == 1 else 4
+        left = SHARED - GROUPS * 2 * OUT_ROWS * OUT_COLUMNS * out_size
+        left -= 0 if fmt.table is None else decoding.TABLE_BYTES
+        scales = max(1, self.k // group) * COLUMNS * 2 if group else 0
+        width = COLUMNS * dtype_bits(fmt.dtype) // 8
+        return min(8, left // (self.k * (width + self.rows * x_size) + scales))
+
+    def programs(self) -> int:
+        """That run at once; a pair counts as one."""
+        return num_cores() // (2 if self.pair else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the body needs to know beside its arguments."""
+
+    fmt: Format
+    blocks: Blocks
+    dtype: np.dtype  # of the rows: bfloat16, or that of codes
+    group: int | None  # rows of the weight under one scale; None: all
+    chunks: int  # buffers full, of one program's part of the sum
+    grid: tuple[int, int]  # blocks of the result; of pairs along columns
+    whole: int  # blocks of all rows
+    halves: int  # of half of them
+    native: bool
+
+    @property
+    def is_codes(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    @property
+    def looks_up(self) -> bool:
+        return self.fmt.table is not None and self.native
+
+    @property
+    def unit(self) -> float:
+        """What sums are to be multiplied by (hopper/decoding.py)."""
+        if self.is_codes or not self.native:
+            return 1.0
+        return 2.0 ** decoding.power(self.fmt, self.group is not None)
+
+    @property
+    def inner(self) -> int:
+        return inner(self.dtype)
+
+    @property
+    def lanes(self) -> registers.Lanes:
+        return registers.Lanes(dtype_bits(self.fmt.dtype))
+
+    @property
+    def wide(self):
+        """The dtype that tensor cores add up in."""
+        is_integer = jnp.issubdtype(self.dtype, jnp.integer)
+        return jnp.int32 if is_integer else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """In memory: rows [M, K], bytes [K, B], scales [G, N], scales of rows [M] for codes, a
+    table; out [split, M, N]. Then, in shared memory, what leaves, rings and barriers."""
+
+    x: Any
+    w: Any
+    scale: Any
+    rows: Any
+    table: Any
+    out: Any
+    out_here: Any
+    x_ring: Any
+    w_ring: Any
+    full: Any
+    empty: Any
+    scale_ring: Any
+    table_here: Any
+    ready: Any
+    held: Any
+
+
+def body(*given, plan: Plan):
+    rest, up = list(given), plan.looks_up
+    held = [True, True, True, plan.is_codes, up] + [True] * 6
+    held += [plan.group, up, up, not plan.native]
+    refs = Refs(*(rest.pop(0) if is_held else None for is_held in held))
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == GROUPS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        stages, fetch = plan.blocks.stages, functools.partial(_fetch, plan, refs)
+        count = _over_blocks(plan, fetch)
+        # stays until all have left the buffers: a neighbour, too, fills and reads them
+        leave = lambda n, _: plgpu.barrier_wait(refs.empty.at[lax.rem(n, stages)])
+        lax.fori_loop(lax.max(count - stages, 0), count, leave, None)
+
+    @pl.when(wg < GROUPS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        if plan.looks_up:
+            copy = (refs.table, refs.table_here, refs.ready)
+            pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
+            plgpu.barrier_wait(refs.ready)
+        _over_blocks(plan, functools.partial(_multiply, plan, refs, wg))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _over_blocks(plan: Plan, visit):
+    """Calls `visit(rows, part of the sum, first row, block of columns, carry)` for this
+    program's blocks; carries from 0 on."""
+    blocks, me = plan.blocks, lax.axis_index("sm")
+    num_programs = lax.axis_size("sm")
+    turns = lambda count: lax.div(count - me + num_programs - 1, num_programs)
+
+    def one(turn, carry, cut):
+        index = me + turn * num_programs
+        half = lax.rem(index, cut)
+        index = lax.div(index, cut) + (plan.whole if cut == 2 else 0)
+        part = lax.rem(index, blocks.split)
+        index = lax.div(index, blocks.split)
+        i, j = plgpu.planar_snake(index, plan.grid, 0, WIDTH)
+        j = j * 2 + lax.axis_index("pair") if blocks.pair else j
+        rows = blocks.rows // cut
+        return visit(rows, part, i * blocks.rows + half * rows, j, carry)
+
+    whole, half = (functools.partial(one, cut=cut) for cut in (1, 2))
+    carry = lax.fori_loop(0, turns(plan.whole), whole, jnp.int32(0))
+    if plan.halves:
+        carry = lax.fori_loop(0, turns(plan.halves), half, carry)
+    return carry
+
+
+def _fetch(plan: Plan, refs: Refs, rows, part, row, j, count):
+    """Brings all that a block of the result needs; returns how many buffers it filled."""
+    blocks = plan.blocks
+    together = {"collective_axes": "pair"} if blocks.pair else {}
+
+    def chunk(c, count):
+        slot = lax.rem(count, blocks.stages)
+        pl.when(count >= blocks.stages)(lambda: plgpu.barrier_wait(refs.empty.at[slot]))
+        start = (part * plan.chunks + c) * blocks.k
+        some, full = pl.ds(start, blocks.k), refs.full.at[slot]
+        width = refs.w_ring.shape[2]
+        w = refs.w.at[some, pl.ds(j * width, width)]
+        plgpu.copy_gmem_to_smem(w, refs.w_ring.at[slot], full)
+        if plan.group:
+            groups = pl.ds(lax.div(start, plan.group), refs.scale_ring.shape[1])
+            scale = refs.scale.at[groups, pl.ds(j * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(scale, refs.scale_ring.at[slot], full)
+        x, ring = (
+            refs.x.at[pl.ds(row, rows), some],
+            refs.x_ring.at[slot, pl.ds(0, rows)],
+        )
+        plgpu.copy_gmem_to_smem(x, ring, full, **together)
+        return count + 1
+
+    return lax.fori_loop(0, plan.chunks, chunk, count)
+
+
+# --- sums -------------------------------------------------------------------------------------
+
+
+def _multiply(plan: Plan, refs: Refs, wg, rows, part, row, j, first):
+    """A block of the result; returns how many buffers were read."""
+    total, s = _sums(plan, refs, wg, first, rows), None
+    if not plan.group:
+        s = _scales(refs.scale.at[0, pl.ds(j * COLUMNS, COLUMNS)], plan, wg) * plan.unit
+    _send(plan, refs, wg, total, s, (part, row, j * COLUMNS + wg * 64))
+    return first + plan.chunks
+
+
+def _sums(plan: Plan, refs: Refs, wg, first, rows: int):
+    """[64, rows]: a warpgroup's columns of a block, over the program's part of the sum."""
+    blocks, per_step = plan.blocks, step(plan.dtype) // plan.blocks.k
+    slot_of = lambda count: lax.rem(count, blocks.stages)
+    starts = range(0, blocks.k, plan.inner)
+
+    def one(acc, t):
+        for u, start in [(u, start) for u in range(per_step) for start in starts]:
+            count = first + t * per_step + u
+            slot = slot_of(count)
+            if start == 0:
+                plgpu.barrier_wait(refs.full.at[slot])
+            w = _operand(plan, refs, wg, slot, start)
+            if not plan.native:  # the interpreter's wgmma takes no registers
+                refs.held[wg] = w
+                w = refs.held.at[wg]
+            x = refs.x_ring.at[slot, pl.ds(0, rows), pl.ds(start, plan.inner)]
+            plgpu.wgmma(acc, w, transposed(x))
+            plgpu.wgmma_wait(1)  # the one before is done with its registers and buffer
+            if start == 0:
+                pl.when(count > first)(
+                    lambda count=count: plgpu.barrier_arrive(
+                        refs.empty.at[slot_of(count - 1)]
+                    )
+                )
+
+    def over_all(acc):
+        lax.fori_loop(0, plan.chunks // per_step, lambda t, _: one(acc, t), None)
+        return acc[...]
+
+    total = pl.run_scoped(over_all, plgpu.ACC((64, rows), plan.wide))
+    plgpu.barrier_arrive(refs.empty.at[slot_of(first + plan.chunks - 1)])
+    return total
+
+
+def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
+    """[64, inner] of a warpgroup's columns: codes, or values, scaled if scales are of
+    groups."""
+    block, scale, dtype = (
+        refs.w_ring.at[slot, pl.ds(start, plan.inner)],
+        None,
+        plan.fmt.dtype,
+    )
+    if plan.group:
+        count = max(1, plan.inner // plan.group)
+        scale = refs.scale_ring.at[slot, pl.ds(start // plan.group, count)]
+    if plan.native and plan.is_codes:
+        return registers.turned(block, dtype)
+    if plan.native:
+        code = decoding.code(plan.fmt, plan.group is not None)
+        return lanes.decoded(block, code, plan.lanes, refs.table_here, scale)[0]
+    if plan.is_codes:
+        values = lax.bitcast_convert_type(block[...], dtype)
+    else:
+        values = decoding.values(block[...], plan.fmt)
+    if scale is not None:
+        s = jnp.repeat(scale[...].astype(jnp.float32), plan.inner // count, axis=0)
+        values = (values.astype(jnp.float32) * s).astype(values.dtype)
+    return lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)
+
+
+def _scales(ref, plan: Plan, wg):
+    """Of a warpgroup's columns, from those of a program."""
+    if plan.native:
+        return lanes.scales(ref, plan.lanes)[0]
+    return lax.dynamic_slice_in_dim(ref[...], wg * 64, 64)
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def _send(plan: Plan, refs: Refs, wg, total, s, corner):
+    """Writes a warpgroup's [64, rows], times the scales of its columns, if any, and of
+    rows of codes, as rows of the result, through two buffers."""
+    part, row, column = corner
+    for count, r in enumerate(range(0, total.shape[1], OUT_ROWS)):
+        slot = refs.out_here.at[wg, count % 2]
+        piece = total[:, r : r + OUT_ROWS].astype(jnp.float32)
+        if s is not None:
+            piece = piece * lax.broadcast_in_dim(s, piece.shape, [0])
+        elif plan.unit != 1:
+            piece = piece * plan.unit
+        if plan.is_codes:
+            layout = plgpu.Layout.WGMMA.reduce(0)
+            mine = load_slice(refs.rows, row + r, OUT_ROWS, layout)
+            piece = piece * lax.broadcast_in_dim(mine, piece.shape, [1])
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        if plan.native:
+            registers.lay(slot, piece, plan.lanes)
+        else:
+            slot[...] = piece.T.astype(slot.dtype)
+        plgpu.commit_smem()
+        rows, columns = pl.ds(row + r, OUT_ROWS), pl.ds(column, OUT_COLUMNS)
+        plgpu.copy_smem_to_gmem(slot, refs.out.at[part, rows, columns])

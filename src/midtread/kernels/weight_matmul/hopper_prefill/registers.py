@@ -1,0 +1,158 @@
+"""What single threads of a warpgroup do in hopper_prefill: who holds which column, and how.
+
+    Lanes      who; hopper/lanes.py decodes their bytes, and finds the scales of their columns
+    turned     8-bit codes as they are -> left operands of wgmma
+    lay        an accumulator -> shared memory, turned, as the copy engine wants it
+
+A program's 128 columns are two accumulators of 64, one for each warpgroup. Lane (warp w, g, c)
+holds of every 8 rows of the weight rows 2c and 2c + 1, and of accumulator j
+
+    4 bits   columns  64 j + 32 (w / 2) + 4 g + 2 (w % 2) + (0, 1)
+    8 bits   columns  64 j + 16 w + 2 g + (0, 1)
+
+To wgmma the two columns are rows g and g + 8 of its warp's 16: which column is which is free,
+as long as all agree.
+
+Codes that are turned have four neighbours along the sum in a register: of every 16 rows lane c
+holds 4c to 4c + 3.
+
+hopper/threads.py has the words for single threads.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from midtread.kernels.hopper.lanes import Division
+from midtread.kernels.hopper.threads import (
+    address_of,
+    array,
+    flipped,
+    matrices,
+    modulo,
+    moved,
+    plus,
+    pure,
+    shifted,
+    times,
+    value,
+    word_type,
+)
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+from midtread.kernels.scaled_matmul.hopper import in_order
+
+
+class Lanes(NamedTuple):
+    """Whose columns are whose, as hopper/lanes.py.decoded asks for it."""
+
+    bits: int
+    wide: int = 1
+    shared: int = 1
+
+    def mine(self) -> list[Any]:
+        """This thread's one accumulator: that of its warpgroup."""
+        return [modulo(shifted(mgpu.thread_idx(), 7), 2)]
+
+    def place(self, j):
+        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        if self.bits == 8:
+            return Division(8).place(j)
+        thread = mgpu.thread_idx()
+        g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
+        strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
+        column = plus(times(strip, 32), times(g, 4), times(pair, 2))
+        return column, times(strip, 16), pair
+
+
+def _places(ref, byte) -> list:
+    """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of 128 bytes, in which units
+    of 16 trade places by row."""
+    c, box = modulo(mgpu.thread_idx(), 4), times(shifted(byte, 7), 1024)
+    rows = [plus(times(c, 2), odd) for odd in (0, 1)]
+    within = [flipped(modulo(byte, 128), times(row, 16)) for row in rows]
+    return [
+        address_of(ref, plus(box, unit, times(row, 128)))
+        for row, unit in zip(rows, within)
+    ]
+
+
+def turned(ref: Any, dtype) -> jax.Array:
+    """[64, rows] of 8-bit codes, whose bytes [rows, 128] lie in shared memory."""
+    rows, width = ref.shape
+    layout = plgpu.Layout.WGMMA_8BIT
+    result = plgpu.ShapeDtypeStruct((64, rows), dtype, layout=layout)
+    is_signed = True if dtype == jnp.int8 else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(in_order(width, jnp.int8)),), return_type=result
+    )
+    def turn(ctx, ref):
+        del ctx
+        four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
+        lane = modulo(mgpu.thread_idx(), 32)
+        # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and wants four of 16
+        # rows, so two words. Which two come first differs between lanes, so that no two rows
+        # meet in a bank.
+        part, place = shifted(lane, 3), modulo(lane, 8)
+        pair = shifted(place, 1)
+        half = flipped(modulo(part, 2), shifted(pair, 1))
+        row = plus(
+            times(shifted(part, 1), 16),
+            times(pair, 4),
+            times(half, 2),
+            modulo(place, 2),
+        )
+        start = _line(ref, row)
+        is_swapped = shifted(modulo(lane, 4), 1)
+        registers = []
+        for at in range(0, rows, 32):
+            words = matrices(start, at * width, ".trans")
+            for two in (words[:2], words[2:]):
+                for first in (0x6420, 0x7531):
+                    given = [*two, flipped(times(is_swapped, 0x4444), first)]
+                    (word,) = pure("prmt.b32 $0, $1, $2, $3;", [word_type()], given)
+                    registers.append(mgpu.utils.bitcast(word, four))
+        return array(registers, (64, rows), mgpu.WGMMA_LAYOUT_8BIT, is_signed)
+
+    run: Any = turn
+    return run(ref)
+
+
+def _line(ref, row):
+    """Where this warp's 16 bytes of a row lie, in tiles of 8 rows of 128 bytes."""
+    thread = mgpu.thread_idx()
+    unit = modulo(shifted(thread, 5), 8)  # 4 warps in each of 2 warpgroups
+    within = modulo(row, 8)
+    place = plus(times(shifted(row, 3), 1024), times(within, 128))
+    place = plus(place, times(flipped(unit, within), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, place))
+
+
+def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
+    """Writes [64, M] into [M, 64] in shared memory, float32 or bfloat16. Of 4 bits two lanes
+    meet in a bank."""
+    size = jnp.dtype(ref.dtype).itemsize
+    columns = 128 // size
+    tiled = in_order(columns, ref.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), plgpu.Layout.WGMMA))
+    def store(ctx, ref, sums):
+        del ctx
+        both = ir.VectorType.get((2,), ir.F32Type.get())
+        narrow = ir.VectorType.get((2,), ir.BF16Type.get())
+        column = lanes.place(*lanes.mine())[0]
+        byte = times(modulo(column, 64), size)
+        starts = _places(ref, byte)
+        for tile, pair in enumerate(sums.registers.reshape(-1, 2)):  # [8 rows, column]
+            for odd, start in enumerate(starts):
+                packed = llvm.mlir_undef(both)
+                for at, register in enumerate(pair):
+                    element = llvm.extractelement(register, value(odd))
+                    packed = llvm.insertelement(packed, element, value(at))
+                if size == 2:
+                    packed = arith.truncf(narrow, packed)
+                llvm.store(packed, moved(start, tile * 1024 * (64 // columns)))
+
+    run: Any = store
+    run(ref, sums)

@@ -1,0 +1,66 @@
+"""Block sizes of Triton's kernels for stored weights. The table's entries:
+
+    weights    few rows against a stored weight: the first entry with these bits, at least
+               so many rows and at most so many bytes ("columns") in a row of the weight
+    experts    a few rows for each expert, by bits
+
+A shape that a block does not divide gets a smaller one (`fit`).
+"""
+
+import dataclasses
+
+from midtread.kernels.tuned import table
+from midtread.kernels.weight_matmul.triton import Blocks as WeightBlocks
+from midtread.kernels.weight_matmul.triton_grouped import Blocks as ExpertBlocks
+from midtread.numerics.formats import Format, dtype_bits
+
+
+def weight_blocks(
+    fmt: Format, rows: int, shape: tuple[int, int], group: int | None
+) -> WeightBlocks | None:
+    """Of `rows` rows by a weight of `shape` bytes; None if nothing fits."""
+    bits = dtype_bits(fmt.dtype)
+    for entry in table(__file__)["weights"]:
+        matches = entry["bits"] == bits and entry["columns"] <= shape[1]
+        if matches and rows <= entry["rows"]:
+            blocks = fit(WeightBlocks(**entry["blocks"]), shape, group)
+            if blocks is not None:
+                return blocks
+    return None
+
+
+def expert_blocks(
+    fmt: Format, rows: float, shape: tuple[int, int], tile: int
+) -> ExpertBlocks | None:
+    """Of a few rows a group by weights of `shape` words; None if nothing fits."""
+    (num_k, num_b), best = shape, table(__file__)["experts"]
+    blocks = ExpertBlocks(**best[str(dtype_bits(fmt.dtype))])
+    n, k, split = blocks.n, min(blocks.k, tile), blocks.split
+    while num_b % n and n > 16:
+        n //= 2
+    while num_k % (split * k) and split > 1:
+        split //= 2
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if num_b % n or num_k % (split * k) or tile % k or k < 16 or k & (k - 1):
+        return None
+    return dataclasses.replace(blocks, m=m, n=n, k=k, split=split)
+
+
+def fit(
+    blocks: WeightBlocks, shape: tuple[int, int], group: int | None
+) -> WeightBlocks | None:
+    """`blocks`, made smaller where they do not divide the weight or its groups."""
+    num_k, num_b = shape
+    k, loads, split, n = blocks.k, blocks.loads, blocks.split, blocks.n
+    while num_b % n and n > 32:
+        n //= 2
+    if blocks.how == "dot":
+        k = min(k, group or k)
+    elif group and (k * loads) % group:
+        return None
+    unit = max(k * loads, group or 1)
+    while num_k % (split * unit) and split > 1:
+        split //= 2
+    if num_b % n or num_k % (split * unit) or k < (16 if blocks.how == "dot" else 1):
+        return None
+    return dataclasses.replace(blocks, n=n, k=k, split=split)
