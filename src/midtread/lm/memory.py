@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.lm import build, step
+from midtread.lm import loss as losses
 from midtread.lm import mesh as meshes
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, section
@@ -106,8 +107,8 @@ def activations(config: Config, on: Mapping[str, int]) -> int:
     if part.remat_policy != "none":  # the backward has one layer's whole at a time
         whole = _of_a_row(dataclasses.replace(part, remat_policy="none"))
         kept += (whole - kept) // part.num_decoder_layers
-    kept += 4 * part.max_target_length * part.vocab_size  # the gradient of logits
-    return kept * rows
+    num_logits = rows * part.max_target_length * part.vocab_size
+    return kept * rows + 8 * min(num_logits, losses.BLOCK)  # logits and their gradient
 
 
 def _of_a_row(config: Config) -> int:

@@ -17,6 +17,7 @@ Letters: B batch, T tokens, V vocab_size.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from midtread.lm.attention import Attention, LatentAttention, Place, document_st
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.layers import Embed, Linear, named, norm
+from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
 
@@ -219,10 +221,13 @@ class MtpBlock(nnx.Module):
 
 
 class Output(NamedTuple):
-    logits: jax.Array  # [B, T, V] float32
+    """What a model says: logits, or losses where it was told what it should have said."""
+
+    logits: jax.Array | None  # [B, T, V] float32
     balance: jax.Array  # the routers' loss
     ahead: tuple[jax.Array, ...] = ()  # of each MTP head: logits for one token further
     cache: dict | None = None
+    losses: tuple[Loss, ...] = ()  # of the head, then of each MTP head
 
 
 class Transformer(nnx.Module):
@@ -251,23 +256,29 @@ class Transformer(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         cache: dict | None = None,
+        goals: Sequence[Goal] = (),
     ) -> Output:
+        """The logits of every position, or, given goals, the losses of the head and of the
+        MTP heads, whose logits are then never together in memory."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         starts = None if segments is None else document_starts(segments)
         place = Place(positions, starts)
         embedded = self.embed(tokens)
         x, balance, cache = self.decoder(embedded, place, cache)
-        ahead = []
+        streams = [x]
         if cache is None:
-            hidden = x
             for i in range(self.num_ahead):
                 block = getattr(self, f"mtp_block_{i}" if i else "mtp_block")
                 embedded = jnp.roll(embedded, -1, axis=1)
-                hidden, more = block(hidden, embedded, place)
+                x, more = block(x, embedded, place)
                 balance += more
-                ahead.append(self.head(hidden))
-        return Output(self.head(x), balance, tuple(ahead), cache)
+                streams.append(x)
+        if goals:
+            losses = tuple(map(self.judge, streams, goals))
+            return Output(None, balance, cache=cache, losses=losses)
+        logits, *ahead = map(self.head, streams)
+        return Output(logits, balance, tuple(ahead), cache)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         # tied rows are small, as a head wants them; the stream wants variance 1
@@ -275,10 +286,20 @@ class Transformer(nnx.Module):
         return keep_rows(self.token_embedder(tokens) * gain)
 
     def head(self, x: jax.Array) -> jax.Array:
+        module, call = self._head()
+        return call(module, self.decoder.decoder_norm(x)).astype(jnp.float32)
+
+    def judge(self, x: jax.Array, goal: Goal) -> Loss:
+        """The loss of `head(x)`."""
+        module, call = self._head()
         x = self.decoder.decoder_norm(x)
+        return judge(module, call, self.token_embedder.num_embeddings, x, goal)
+
+    def _head(self) -> tuple[nnx.Module, Callable]:
+        """The module that makes logits, and how it is called."""
         if self.tied:
-            return self.token_embedder.attend(x).astype(jnp.float32)
-        return self.decoder.logits_dense(x).astype(jnp.float32)
+            return self.token_embedder, lambda table, x: table.attend(x)
+        return self.decoder.logits_dense, lambda dense, x: dense(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)

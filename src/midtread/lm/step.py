@@ -22,17 +22,15 @@ import optax
 from flax import nnx
 
 from midtread.lm.config import Model, Training
+from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
 from midtread.lm.model import Transformer
 from midtread.numerics.sparsity import Sparsity
 from midtread.providers.delayed import (
-    OverwriteWithGradient,
     accumulate_gradients,
     is_overwritten,
     overwrite_with_gradient,
 )
-
-LEARNED = (nnx.Param, OverwriteWithGradient)
 
 
 class State(NamedTuple):
@@ -81,33 +79,25 @@ def _number(path: tuple) -> int:
 # --- loss -------------------------------------------------------------------------------------
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-log p(target) and log Z, of every position."""
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return log_z - chosen, log_z
-
-
 def loss_sums(m: Model, z_weight: float, model: Transformer, batch: dict, total):
     """The loss of a part of a batch of `total` tokens, and its cross entropy alone."""
-    out = model(batch["inputs"], batch["positions"], batch["segments"])
     mask = batch["mask"].astype(jnp.float32)
-    nll, log_z = cross_entropy(out.logits, batch["targets"])
-    lm_loss = jnp.sum(nll * mask) / total
-    loss = lm_loss + z_weight * jnp.sum(log_z**2 * mask) / total
+    goals = [Goal(batch["targets"], mask, total, z_weight)]
+    same = jnp.roll(batch["segments"], -1, axis=1) == batch["segments"]
+    for _ in range(m.mtp_num_layers):
+        last = goals[-1]
+        ahead = jnp.roll(last.mask, -1, axis=1).at[:, -1].set(0.0) * same
+        goals.append(Goal(jnp.roll(last.targets, -1, axis=1), ahead, total))
+    where = (batch["inputs"], batch["positions"], batch["segments"])
+    out = model(*where, None, goals)
+    loss, lm_loss = out.losses[0]
     if m.num_experts > 1:
         layers = m.num_decoder_layers - m.first_num_dense_layers + m.mtp_num_layers
         loss += (
             m.load_balance_loss_weight * out.balance / layers * (jnp.sum(mask) / total)
         )
-    targets = batch["targets"]
-    for logits in out.ahead:
-        targets = jnp.roll(targets, -1, axis=1)
-        same = jnp.roll(batch["segments"], -1, axis=1) == batch["segments"]
-        mask = jnp.roll(mask, -1, axis=1).at[:, -1].set(0.0) * same
-        nll, _ = cross_entropy(logits, targets)
-        weight = m.mtp_loss_scaling_factor / m.mtp_num_layers
-        loss += weight * jnp.sum(nll * mask) / total
+    for ahead in out.losses[1:]:
+        loss += m.mtp_loss_scaling_factor / m.mtp_num_layers * ahead.loss
     return loss, lm_loss
 
 
@@ -297,11 +287,12 @@ def make_eval(parts: Parts, layout: Layout | None = None):
 def _evaluate(graph, layout, random, learned, kept, batch):
     noise = with_noise(random, jax.random.key(0))
     model = Parts(graph, learned, kept, noise).whole()
-    with using(layout):
-        out = model(batch["inputs"], batch["positions"], batch["segments"])
-    nll, _ = cross_entropy(out.logits, batch["targets"])
     mask = batch["mask"].astype(jnp.float32)
-    return jnp.sum(nll * mask), jnp.sum(mask)
+    goal = Goal(batch["targets"], mask, 1.0)
+    where = (batch["inputs"], batch["positions"], batch["segments"])
+    with using(layout):
+        out = model(*where, None, [goal])
+    return out.losses[0].nll, jnp.sum(mask)
 
 
 def mean_loss(evaluate, learned, kept, batches) -> float:
