@@ -158,6 +158,16 @@ def test_batches_come_in_the_same_order_and_go_on():
     assert not np.array_equal(seen[0], seen[1])
 
 
+@pytest.mark.parametrize("dataset", ["corpus", "synthetic"])
+def test_batches_of_one_row_go_on_for_ever(dataset):
+    """Grain's own endless repeat has a length that batches of 1 overflow."""
+    c = settings.load(["tiny", "batch_size=1", f"dataset_type={dataset}"])
+    rows = data.Rows(np.arange(40, dtype=np.uint32), np.zeros(1, int), 8, True)
+    found = data.batches(rows, c)
+    seen = [tuple(next(found)["inputs"][0]) for _ in range(2 * len(rows) + 1)]
+    assert len(set(seen)) == len(rows)
+
+
 # --- libraries --------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from midtread.lm.config import Config, UsageError, require
 from midtread.lm.rows import HELD_OUT, Batch, Rows, stack
 from midtread.lm.tokenizer import need, tokenizer
 
+EPOCHS = 2**31  # without end: grain's own "for ever" overflows in batches of 1
 NO_TESTS = {"test", "tests", "idle_test", "__pycache__", "site-packages"}
 
 
@@ -220,7 +221,7 @@ def batches(rows: Rows | stream.Stream, config: Config) -> Any:
     dataset = grain.MapDataset.source(rows).seed(config.seed)
     if config.dataset_type != "synthetic":
         dataset = dataset.shuffle()
-    dataset = dataset.repeat().batch(config.batch_size, batch_fn=stack)
+    dataset = dataset.repeat(EPOCHS).batch(config.batch_size, batch_fn=stack)
     threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(dataset.to_iter_dataset(threads))
 
