@@ -35,6 +35,13 @@ class Of(nn.Module):
         return self.fn(x)
 
 
+class Turned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], 5))
+        return jnp.einsum("btd,dh->hbt", x, kernel)
+
+
 def cnn(x):
     x = nn.relu(nn.Conv(8, (3, 3), use_bias=False)(x))
     x = nn.max_pool(x, (2, 2), (2, 2))
@@ -62,8 +69,25 @@ def attention(x):
     return jnp.einsum("bqk,bkd->bqd", p, v)
 
 
+def orders(x):
+    """Einsums that JAX multiplies the other way round: one of activations, one by a weight."""
+    x = x.reshape(4, 8, 32)
+    p = nn.softmax(jnp.mean(x, -1, keepdims=True) * jnp.ones(8)).reshape(4, 1, 8, 8)
+    x = jnp.einsum("bhqk,bkhd->bqhd", p, x[:, :, None]).reshape(4, 8, 32)
+    return Turned()(x)
+
+
+def quotients(x):
+    """Divisions and other primitives that Qwix leaves in float and has no ranges of."""
+    x = nn.Dense(8, use_bias=False)(x)
+    x = x / (1.5 + jnp.tanh(x))
+    x = x * jnp.reciprocal(3 + jnp.tanh(x)) + jnp.exp(-jnp.square(x))
+    return nn.Dense(5, use_bias=False)(x)
+
+
 MODELS = {
     "cnn": cnn,
+    "orders": orders,
     "activations": activations,
     "moves": moves,
     "attention": attention,
@@ -262,3 +286,15 @@ def test_qwix_takes_no_numpy_input(x):
     theirs = qwix.quantize_model(model, odml.OdmlQatProvider(rules(qwix)))
     with pytest.raises(ValueError, match="expected to be an activation"):
         run(theirs)
+
+
+def test_statistics_that_qwix_gathered_convert(x):
+    """Also where we would quantize more than it does: that stays float."""
+    model = Of(quotients)
+    params = narrow(jax.jit(model.init)(jax.random.key(1), x)["params"])
+    wanted, _ = gathered(mt, mt.OdmlQatProvider(rules(mt)), model, params, x)
+    _, stats = gathered(qwix, odml.OdmlQatProvider(rules(qwix)), model, params, x)
+    provider = mt.OdmlConversionProvider(rules(mt), params, stats)
+    out = jax.jit(mt.quantize_model(model, provider).apply)({"params": params}, x)
+    assert np.abs(out - wanted).mean() < 0.05 * np.abs(wanted).mean()
+    assert {"truediv", "exp", "integer_pow"} <= {op for _, op in provider.left_float}

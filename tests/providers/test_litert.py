@@ -286,3 +286,24 @@ def test_int4_tables_are_refused(key):
     rules = [mt.QuantizationRule(weight_qtype="int4", act_qtype="int8")]
     with pytest.raises(ValueError, match="'Embed_0': a look-up in a table of int4"):
         seen(lambda i: nn.Embed(5, 4)(i), jnp.arange(3), rules)
+
+
+@pytest.mark.parametrize(
+    "shape, subscripts", [((4, 2, 3), "btd,dnh->btnh"), ((3, 4, 5), "btd,tdh->bh")]
+)
+def test_one_scale_for_a_weight_of_three_axes(shape, subscripts):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+            return jnp.einsum(subscripts, x, kernel)
+
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    rules = [mt.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    options = {"disable_per_channel_weights": True}
+    params = jax.jit(Net().init)(jax.random.key(1), x)["params"]
+    train = mt.quantize_model(Net(), mt.OdmlQatProvider(rules, **options))
+    out, state = train.apply({"params": params}, x, mutable="quant_stats")
+    provider = mt.OdmlConversionProvider(rules, params, state["quant_stats"], **options)
+    got = mt.quantize_model(Net(), provider).apply({"params": params}, x)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)

@@ -108,11 +108,8 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
         if name in ("lax_dot", "tensordot") and running.any_enabled():
             spelled = _as_dot_general(name, *args, **kwargs)
             if spelled is not None:
-                here.is_late = name == "lax_dot"
-                try:
+                with running.late(name == "lax_dot"):
                     return dispatch("dot_general", *spelled)
-                finally:
-                    here.is_late = False
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out

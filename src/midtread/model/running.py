@@ -151,6 +151,16 @@ def is_late() -> bool:
     return here.is_late
 
 
+@contextlib.contextmanager
+def late(is_so: bool = True) -> Iterator[None]:
+    """Within it, ops are counted as spelled in a way that Qwix does not see."""
+    before, here.is_late = here.is_late, is_so
+    try:
+        yield
+    finally:
+        here.is_late = before
+
+
 def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """What the first handler of that name returns; NotImplemented if there is none."""
     for a in here.active:

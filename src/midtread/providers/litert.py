@@ -17,6 +17,7 @@ of its output. Which edges get a range is decided by the same code for both prov
 import dataclasses
 import functools
 import operator
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -155,7 +156,8 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             return self._output(call(*args), None)  # whole numbers: ids, masks
         if row is None:
             return self.unknown(name, call, args, {})
-        return getattr(self, row.kind)(row, call, args, {})
+        with running.late(name not in table.SEEN_BY_QWIX):
+            return getattr(self, row.kind)(row, call, args, {})
 
     def _called(self, module, run, args, kwargs):
         row = next((r for c, r in table.MODULES.items() if isinstance(module, c)), None)
@@ -276,6 +278,10 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             return x
         if edge.twin is not None and edge.twin[0] == rule:
             return edge.twin[1]
+        if not self._has_range(name):
+            op = re.split(r"\d", name)[0]
+            self._note(op, "there is no range for it, as Qwix gathers none")
+            return x
         out = self._placed(x, rule, name, edge.fixed)
         self._edges[x] = dataclasses.replace(edge, twin=(rule, out))
         return out
@@ -378,6 +384,9 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
 
     def _known_weight(self, path, value):
         return None
+
+    def _has_range(self, name: str) -> bool:
+        return True  # it is found now
 
     def _carry_constant(self, op, args, params, out) -> None:
         """What is made from one parameter by moving its values about is that parameter."""

@@ -17,6 +17,7 @@ alone is a depthwise convolution with a window of one.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from flax import nnx
 from jax import lax
 
 from midtread.model import flaxlib
+from midtread.model.provider import LATE
 from midtread.numerics.calibration import Average, fixed_range
 from midtread.numerics.formats import Format, as_format
 from midtread.numerics.qarray import calibrate
@@ -78,6 +80,11 @@ class OdmlConversionProvider(OdmlQatProvider):
                 range_ = {k: jnp.asarray(v).reshape(()) for k, v in range_.items()}
             grid = grid_of(range_, spec)
         return functools.partial(annotated, grid)
+
+    def _has_range(self, name: str) -> bool:
+        """Not for what Qwix, if it gathered the statistics, does not quantize."""
+        path = (*_parts(flaxlib.path_of(self._module())), name)
+        return path in self._stats or not _is_ours(name)
 
     def _statistics(self, name: str) -> Mapping[str, Any]:
         path = (*_parts(flaxlib.path_of(self._module())), name)
@@ -277,6 +284,12 @@ def _composite(name: str, run: Callable, x: jax.Array, attributes: dict) -> jax.
     return lax.composite(lambda x, **_: run(x), name=name)(x, **attributes)
 
 
+def _is_ours(name: str) -> bool:
+    """Whether Qwix has no such statistics: of a primitive by itself, of an inverse."""
+    found = re.match(r"\D+(\d+)(.*)", name)
+    return found is not None and (int(found[1]) >= LATE or found[2] == "_inverse")
+
+
 def _top(fmt: Format) -> int:
     """An integer format's largest code."""
     assert fmt.codes is not None
@@ -326,7 +339,7 @@ def _flat_dot(c: Dot, x, w, grid: Grid | None, side: str, spec: Spec | None):
     count = int(np.prod([sizes[k] for k in summed]))
     with jax.ensure_compile_time_eval():
         w = jnp.transpose(w, w_axes).reshape(count, -1)
-        if grid is not None and grid.scale.size > 1:
+        if grid is not None:  # one scale, or one for each column
             scale = jnp.transpose(grid.scale, w_axes).reshape(1, -1)
             grid = Grid(grid.format, scale, grid.zero_point, grid.is_narrow)
     w = w if grid is None else annotated(grid, w)

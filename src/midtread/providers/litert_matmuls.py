@@ -21,7 +21,6 @@ from midtread.numerics.formats import as_format
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.conv import Conv
-from midtread.ops.einsum import in_jax_order
 from midtread.providers import litert_ops as table
 
 
@@ -31,8 +30,7 @@ class Matmuls:
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         kwargs.pop("_dot_general", None)
         rule, op_id = self._get_current_rule_and_op_id(name)
-        if name == "einsum":
-            args = in_jax_order(*args)
+        # Sides are named as the caller orders the operands, and so are Qwix's statistics.
         ids = (f"{op_id}_{i}" if i else op_id for i in itertools.count())
         execute = lambda c, lhs, rhs: self._contract(rule, next(ids), c, lhs, rhs)
         return getattr(Ops(execute), name)(*args, **kwargs)
