@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.numerics import formats, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, largest, measure
@@ -165,7 +166,7 @@ class QArray:
         if hasattr(self.qvalue, "get_value"):  # NNX: its parts are Variables
             return repr(self.map(lambda part: part.get_value()))
         if not isinstance(
-            self.qvalue, jax.Array
+            self.qvalue, jax.Array | np.ndarray
         ):  # abstract, or somebody's placeholder
             shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             body = ", ".join(f"{k}={v!r}" for k, v in shown.items() if v is not None)

@@ -1,0 +1,293 @@
+"""GGUF models: llama.cpp's names and keys, as those of a Hugging Face folder and back.
+
+`GGUFModel(path)` is a Source of interop/huggingface.py: `config` is the config.json that the
+file's keys amount to, `tensors` have Hugging Face's names. What differs besides names:
+
+    extents        are listed the innermost first; gguf.py gives numpy's shapes
+    rows of q, k   of Llama's kind lie in the order of a rotary embedding that turns
+                   neighbours; here they turn halves (gguf.half_turned)
+    experts        are one tensor of all; here every expert has its own
+    Gemma's norms  have their 1 added already; here the model adds it
+    rope_freqs     are Llama 3.1's stretched frequencies, as factors; here four numbers of
+                   config.json, found by comparing with those that Llama 3.1 and 3.2 have
+
+One table, `KINDS`, says which of these an architecture has, and serves writing too.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from midtread.interop import gguf, layouts
+from midtread.interop.huggingface import Tensor
+from midtread.numerics.qarray import QArray
+
+_LAYER, _BLOCK = "model.layers.{n}", "blk.{n}"
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+INSIDE = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TWO_NORMS = {"ffn_norm.weight": "post_attention_layernorm.weight"}
+_FOUR_NORMS = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+_QWEN_EXPERTS = {
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "ffn_gate_exps.weight": "mlp.experts.{e}.gate_proj.weight",
+    "ffn_up_exps.weight": "mlp.experts.{e}.up_proj.weight",
+    "ffn_down_exps.weight": "mlp.experts.{e}.down_proj.weight",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One architecture.
+
+    Args:
+        name: llama.cpp's.
+        model_type: config.json's, and the class there.
+        inside: names inside a layer that are not in `INSIDE`.
+        turns_neighbours: rows of queries and keys lie for that.
+        norm_offset: what norms have been added.
+        keys: of config.json, that are so in every model of the kind.
+    """
+
+    name: str
+    model_type: str
+    class_name: str
+    inside: Mapping[str, str]
+    turns_neighbours: bool = False
+    norm_offset: float = 0.0
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+KINDS = [
+    #    llama.cpp   model_type     class                      names
+    Kind("llama",    "llama",       "LlamaForCausalLM",        _TWO_NORMS, turns_neighbours=True),
+    Kind("qwen2",    "qwen2",       "Qwen2ForCausalLM",        _TWO_NORMS),
+    Kind("qwen3",    "qwen3",       "Qwen3ForCausalLM",        _TWO_NORMS),
+    Kind("qwen3moe", "qwen3_moe",   "Qwen3MoeForCausalLM",     {**_TWO_NORMS, **_QWEN_EXPERTS},
+         keys={"norm_topk_prob": True}),
+    Kind("phi3",     "phi3",        "Phi3ForCausalLM",         {**_TWO_NORMS, **_FUSED}),
+    Kind("gemma2",   "gemma2",      "Gemma2ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA),
+    Kind("gemma3",   "gemma3_text", "Gemma3ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA),
+]  # fmt: skip
+BY_NAME = {kind.name: kind for kind in KINDS}
+BY_TYPE = {kind.model_type: kind for kind in KINDS}
+
+# keys of the file, after the architecture's name -> of config.json
+CONFIG = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_MUST = ("context_length", "embedding_length", "block_count", "feed_forward_length",
+         "attention.head_count", "attention.layer_norm_rms_epsilon")  # fmt: skip
+
+
+class GGUFModel:
+    """A .gguf file by the names of a Hugging Face folder.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: the file is damaged, or its architecture is not known here.
+    """
+
+    def __init__(self, path: Any):
+        self.file = gguf.GGUF(path)
+        self.name, self.notes = self.file.path, ()
+        self.kind = self._kind()
+        self.config = self._config()
+        self._places = self._names()
+        self.tensors = {
+            name: Tensor(self._shape(*place), np.dtype(np.float32))
+            for name, place in self._places.items()
+        }
+
+    def _kind(self) -> Kind:
+        name = self.file.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in BY_NAME:
+            raise layouts.refuse(
+                self.name,
+                f"architecture {name!r} is not read; {', '.join(BY_NAME)} are",
+            )
+        return BY_NAME[name]
+
+    def _key(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.kind.name}.{key}")
+
+    def _config(self) -> dict[str, Any]:
+        for key in _MUST:
+            value = self._key(key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise layouts.refuse(
+                    self.name, f"its key {self.kind.name}.{key} is {value!r:.60}"
+                )
+        found = {v: self._key(k) for k, v in CONFIG.items() if self._key(k) is not None}
+        if "token_embd.weight" not in self.file:
+            raise layouts.refuse(self.name, "it has no tensor token_embd.weight")
+        rows = self.file.tensors["token_embd.weight"].shape[0]
+        about: dict[str, Any] = {
+            "model_type": self.kind.model_type,
+            "architectures": [self.kind.class_name],
+            "vocab_size": rows,
+            "hidden_act": "silu",
+            "tie_word_embeddings": "output.weight" not in self.file,
+            **self.kind.keys,
+            **found,
+        }
+        for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
+            number = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if number is not None:
+                about[key] = number
+        stretch = self._stretch(about)
+        return {**about, **({"rope_scaling": stretch} if stretch else {})}
+
+    def _stretch(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Llama 3.1's rope_scaling, from the factors that a file has in its place."""
+        kind = self._key("rope.scaling.type")
+        if kind not in (None, "none"):
+            raise layouts.refuse(self.name, f"rope.scaling.type {kind!r} is not read")
+        if "rope_freqs.weight" not in self.file:
+            return None
+        factors = self.file.floats("rope_freqs.weight")
+        for factor in (8.0, 32.0):
+            given = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192}  # fmt: skip
+            want = llama3_factors(about.get("rope_theta", 10000.0), len(factors), given)
+            if np.allclose(factors, want, rtol=1e-4):
+                return {"rope_type": "llama3", **given}
+        raise layouts.refuse(
+            self.name, "its rope_freqs are not those of Llama 3.1 (8) or 3.2 (32)"
+        )
+
+    def _names(self) -> dict[str, tuple[str, int | None]]:
+        """The tensor of each name, and which expert of it."""
+        found = {}
+        for tensor in self.file:
+            if tensor == "rope_freqs.weight":
+                continue
+            name = to_name(tensor, self.kind)
+            if name is None:
+                raise layouts.refuse(
+                    self.name,
+                    f"tensor {tensor!r} has no name in {self.kind.model_type}",
+                )
+            if "{e}" not in name:
+                found[name] = (tensor, None)
+                continue
+            for e in range(self.file.tensors[tensor].shape[0]):
+                found[name.replace("{e}", str(e))] = (tensor, e)
+        return found
+
+    def _shape(self, tensor: str, expert: int | None) -> tuple[int, ...]:
+        shape = self.file.tensors[tensor].shape
+        return shape if expert is None else shape[1:]
+
+    def read(self, name: str) -> QArray | np.ndarray:
+        """A tensor: a QArray of numpy arrays where it is quantized, an array elsewhere."""
+        tensor, expert = self._places[name]
+        array = self.file[tensor]
+        if expert is not None:
+            array = array[expert]
+        heads = turned_heads(self.kind, name, self.config)
+        if heads:
+            array = gguf.half_turned(array, heads)
+        if self.kind.norm_offset and name.endswith("norm.weight"):
+            array = array - np.asarray(self.kind.norm_offset, array.dtype)
+        return array
+
+
+def llama3_factors(base: float, count: int, given: Mapping[str, Any]) -> np.ndarray:
+    """What llama.cpp divides the frequencies of Llama 3.1 by."""
+    wave = 2 * np.pi * base ** (np.arange(count) / count)
+    original = given["original_max_position_embeddings"]
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    smooth = np.clip((original / wave - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / given["factor"] + smooth)
+
+
+def turned_heads(kind: Kind, name: str, config: Mapping[str, Any]) -> int:
+    """Heads whose rows lie for turning neighbours; 0 where they lie as everywhere."""
+    if not kind.turns_neighbours:
+        return 0
+    module = name.rsplit(".", 1)[0]
+    if module.endswith(".q_proj"):
+        return config["num_attention_heads"]
+    if module.endswith(".k_proj"):
+        return config.get("num_key_value_heads") or config["num_attention_heads"]
+    return 0
+
+
+def to_name(tensor: str, kind: Kind) -> str | None:
+    """Hugging Face's name for a tensor of llama.cpp, {e} standing for experts."""
+    if tensor in OUTSIDE:
+        return OUTSIDE[tensor]
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor)
+    if match is None:
+        return None
+    names = {**INSIDE, **kind.inside}
+    n, inner = match.groups()
+    if inner in names:
+        return f"model.layers.{n}.{names[inner]}"
+    module, _, end = inner.rpartition(".")
+    if module in names and end in ("weight", "bias"):
+        return f"model.layers.{n}.{names[module]}.{end}"
+    return None
+
+
+def to_tensor(name: str, kind: Kind) -> tuple[str, int | None] | None:
+    """llama.cpp's tensor for a name of Hugging Face, and which expert of it."""
+    back = {v: k for k, v in OUTSIDE.items()}
+    if name in back:
+        return back[name], None
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match is None:
+        return None
+    n, inner = match.groups()
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.+)", inner)
+    if expert:
+        inner = f"{expert[1]}.{{e}}.{expert[3]}"
+    back = {v: k for k, v in {**INSIDE, **kind.inside}.items()}
+    module, _, end = inner.rpartition(".")
+    if inner in back:
+        made = f"blk.{n}.{back[inner]}"
+    elif module in back:
+        made = f"blk.{n}.{back[module]}.{end}"
+    else:
+        return None
+    return made, int(expert[2]) if expert else None

@@ -1,0 +1,161 @@
+"""Layouts: how others lay one quantized weight into several tensors, and what they share.
+
+A weight `x.weight` [rows, columns] that someone has quantized is a handful of tensors
+(`x.weight_packed`, `x.weight_scale`, ...). Every layout is a file of this folder with
+
+    find(tensors, config)   which weights a folder holds in this layout, as `Weight`s: the
+                            tensors each needs, its shape, and how to make a QArray of them
+    write(q)                the tensors of a QArray, by the ends of their names
+    config(...)             what others want to read in config.json about them
+
+Nothing is dequantized on the way: a code stays the code it is. Two habits keep the number
+of kinds small. Unsigned codes become signed by subtracting half their range, from a zero
+point as well, so that int4 is one format whoever wrote it. And a zero point that is 0
+everywhere after that is none.
+
+Groups whose members are not neighbours (`desc_act`, `g_idx`) have a scale for every column:
+see `by_column`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from midtread.numerics.formats import FORMATS, Format
+from midtread.numerics.packing import pack_bits, unpack_bits
+from midtread.numerics.qarray import QArray
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Weight(NamedTuple):
+    """A quantized weight of a folder.
+
+    Args:
+        shape: of its values, as the float weight would have it.
+        tensors: what it is made of, by role: {"packed": "x.weight_packed", ...}.
+        read: the QArray, from arrays by role.
+    """
+
+    shape: tuple[int, ...]
+    tensors: dict[str, str]
+    read: Callable[[Arrays], QArray]
+
+
+class Found(NamedTuple):
+    """What a layout finds in a folder.
+
+    Args:
+        weights: by the name that the float tensor would have.
+        unused: tensors that say nothing about weights (scales of activations).
+        notes: sentences for whoever imports: what the folder asks for and is not done.
+    """
+
+    weights: dict[str, Weight]
+    unused: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def refuse(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}.")
+
+
+def expect(where: str, name: str, got: Any, want: Any) -> None:
+    """A ValueError if two shapes or dtypes differ."""
+    if got != want:
+        raise refuse(where, f"its {name} is {got}, and should be {want}")
+
+
+# --- integers --------------------------------------------------------------------------------
+
+
+def integer(bits: int) -> str:
+    """The format of signed codes of so many bits."""
+    return f"int{bits}"
+
+
+def is_signed(fmt: Format, bits: Any) -> bool:
+    """Whether a format is signed integers of one of these numbers of bits."""
+    return fmt.codes is not None and fmt.codes[0] < 0 and fmt.bits in bits
+
+
+def unpack_words(words: np.ndarray, bits: int, count: int, axis: int = -1):
+    """Codes, as unsigned numbers, from 32-bit words along `axis`: the first in the lowest
+    bits, and across words where the bits do not divide 32."""
+    words = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint8)
+    return np.moveaxis(unpack_bits(words, bits, count), -1, axis)
+
+
+def pack_words(raw: np.ndarray, bits: int, axis: int = -1) -> np.ndarray:
+    """Unsigned codes as int32 words along `axis`; the last word is filled up with zeros."""
+    raw = np.moveaxis(raw, axis, -1)
+    packed = pack_bits(raw, bits)
+    missing = -packed.shape[-1] % 4
+    packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    words = np.ascontiguousarray(packed).view("<i4")
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
+def num_words(count: int, bits: int) -> int:
+    """32-bit words that `pack_words` makes of `count` codes."""
+    return -(-count * bits // 32)
+
+
+def signed(raw: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes, less half their range, in the container of int<bits>."""
+    codes = (raw ^ np.uint8(1 << (bits - 1))) << np.uint8(8 - bits)
+    return (codes.view(np.int8) >> np.int8(8 - bits)).astype(
+        FORMATS[f"int{bits}"].dtype
+    )
+
+
+def unsigned(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Signed codes, plus half their range, in uint8."""
+    return (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+
+
+def integers(codes, scale, zero_point, bits: int) -> QArray:
+    """A QArray of signed codes; a zero point that is 0 everywhere is left out."""
+    if zero_point is not None and not np.any(zero_point.astype(np.float32)):
+        zero_point = None
+    return QArray(codes, scale, zero_point, FORMATS[integer(bits)].qtype)
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+def is_in_order(group_of: np.ndarray, size: int) -> bool:
+    """Whether groups are runs of `size` columns, the first first."""
+    return np.array_equal(group_of, np.arange(len(group_of)) // size)
+
+
+def by_column(q: QArray, group_of: np.ndarray) -> QArray:
+    """A scale (and zero point) for every column, where groups are not neighbours.
+
+    Args:
+        q: codes [rows, columns] whose parts have [rows, groups].
+        group_of: the group of each column.
+    """
+    take = lambda part: None if part is None else part[:, group_of]
+    return q.replace(scale=take(q.scale), zero_point=take(q.zero_point))
+
+
+def group_size(q: QArray, where: str) -> int:
+    """How many columns share a scale, in an array whose rows each have their own.
+
+    Raises:
+        ValueError: the array is not a matrix with scales of that kind.
+    """
+    if q.ndim != 2 or q.logical is not None or q.pre_scale is not None:
+        raise refuse(
+            where, f"{q!r} is no plain matrix: padded or pre-scaled ones stay here"
+        )
+    rows, columns = q.scale_tile_shape
+    if rows != 1 and q.shape[0] != 1:
+        raise refuse(
+            where,
+            f"one scale is for {rows} rows and {columns} columns; this layout has a scale "
+            "for every row",
+        )
+    return columns

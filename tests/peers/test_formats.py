@@ -1,0 +1,212 @@
+"""Quantized weights that others wrote, and weights of ours that others read.
+
+The peers are the packages themselves on a CPU: compressed-tensors 0.20.0 (with torch), gguf
+0.19.0, bitsandbytes 0.50.2, mlx 0.32.4. Without one its tests are skipped; what they wrote
+is also in tests/interop/fixtures, for everyone.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import midtread as mt
+from midtread.interop import bitsandbytes, compressed_tensors, gguf_blocks, gptq, mlx
+from midtread.numerics.qarray import QArray
+from tests.interop.fixtures.make_layouts import compressed, to_numpy
+
+ROWS, COLUMNS = 64, 256
+pytestmark = pytest.mark.filterwarnings("ignore")  # of others
+
+
+def weight(seed=0, shape=(ROWS, COLUMNS)):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def values(q: QArray) -> np.ndarray:
+    return np.asarray(mt.dequantize(q.map(jnp.asarray)), np.float32)
+
+
+class Shape:
+    """What a header says of a tensor."""
+
+    def __init__(self, array):
+        self.shape, self.dtype = tuple(array.shape), array.dtype
+
+
+def read_all(found, tensors):
+    """Every weight that a layout found."""
+    return {
+        name: weight.read({role: tensors[n] for role, n in weight.tensors.items()})
+        for name, weight in found.weights.items()
+    }
+
+
+# --- compressed-tensors ----------------------------------------------------------------------
+
+
+def to_torch(array):
+    import torch
+
+    array = np.ascontiguousarray(array)
+    if array.dtype.name == "float8_e4m3fn":
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(array.copy())
+
+
+def as_peer(preset, x):
+    """Four bits of floats are unpacked to bfloat16 by compressed-tensors, always."""
+    return x.astype(jnp.bfloat16).astype(np.float32) if "FP4" in preset else x
+
+
+PRESETS = ["W4A16", "W4A16_ASYM", "W8A8", "W8A16", "W3A16", "FP8_DYNAMIC", "FP8_BLOCK",
+           "NVFP4A16", "MXFP4A16", "W4A8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compressed_tensors_is_read(preset):
+    pytest.importorskip("compressed_tensors")
+    config, tensors, want = compressed(preset, weight(shape=(256, 256)))
+    found = compressed_tensors.find({k: Shape(v) for k, v in tensors.items()}, config)
+    assert found.weights["a.weight"].shape == (256, 256)
+    q = read_all(found, tensors)["a.weight"]
+    np.testing.assert_array_equal(as_peer(preset, values(q)), want)
+
+
+OURS = {
+    "W4A16": ("int4", {1: 32}, {}, False),
+    "W4A16_asymmetric": ("int4", {1: 64}, {"calibration_method": "minmax"}, False),
+    "W3A16": ("int3", {1: 32}, {}, False),
+    "W8A8": ("int8", {}, {}, True),
+    "W8A16": ("int8", {1: 64}, {}, False),
+    "FP8": ("float8_e4m3fn", {}, {}, True),
+    "FP8_BLOCK": ("float8_e4m3fn", {0: 32, 1: 128}, {}, True),
+    "NVFP4": ("nvfp4", {1: 16}, {}, False),
+    "MXFP4": ("mxfp4", {1: 32}, {}, True),
+}
+
+
+def ours(qtype, tiles, options, w=None) -> QArray:
+    axes = [] if 0 in tiles else [0]
+    x = jnp.asarray(weight() if w is None else w)
+    q = mt.quantize(x, qtype, channelwise_axes=axes, tiled_axes=tiles, **options)
+    return q.map(np.asarray)
+
+
+@pytest.mark.parametrize("name", list(OURS))
+def test_compressed_tensors_reads_ours(name):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    *what, activations = OURS[name]
+    q = ours(*what)
+    scheme, tensors = compressed_tensors.write(q, activations)
+    config = compressed_tensors.config({"a": scheme}, ["lm_head"])
+    read = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    state = {k: to_torch(v) for k, v in tensors.items()}
+    back = compressor.decompress(state, read)["weight"].float().numpy()
+    np.testing.assert_array_equal(back, as_peer(name, values(q)))
+    again = {f"a.{k}": v for k, v in tensors.items()}
+    found = compressed_tensors.find({k: Shape(v) for k, v in again.items()}, config)
+    mine = read_all(found, again)["a.weight"]
+    np.testing.assert_allclose(values(mine), values(q), rtol=2e-7)
+
+
+def test_awq_is_read_as_compressed_tensors_converts_it():
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert.converters.autoawq import (
+        AutoAWQConverter,
+    )
+
+    q = ours("int4", {1: 64}, {"calibration_method": "minmax"})
+    q = q.replace(scale=q.scale.astype(np.float16))
+    tensors = {f"a.{k}": v for k, v in gptq.write_awq(q).items()}
+    config = gptq.awq_config(64)
+    found = gptq.find_awq({k: Shape(v) for k, v in tensors.items()}, config)
+    mine = read_all(found, tensors)["a.weight"]
+    np.testing.assert_array_equal(values(mine), values(q))
+    peer = AutoAWQConverter.from_autoawq_config(config)
+    theirs = peer.process({k: to_torch(v) for k, v in tensors.items()})
+    theirs = {k.removeprefix("a."): to_numpy(v) for k, v in theirs.items()}
+    read = compressed_tensors.read_packed(theirs, 4)
+    for part in ("qvalue", "scale", "zero_point"):
+        np.testing.assert_array_equal(getattr(mine, part), getattr(read, part))
+
+
+# --- gguf ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_gguf_is_read(kind):
+    gguf = pytest.importorskip("gguf")
+    number = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quantize(weight(), number)
+    block = gguf_blocks.BLOCKS[kind]
+    parts = block.read(raw.reshape(-1, block.nbytes))
+    want = gguf.dequantize(raw, number)
+    np.testing.assert_array_equal(
+        gguf_blocks.to_floats(parts).reshape(want.shape), want
+    )
+    got = values(gguf_blocks.to_qarray(block, parts, want.shape))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+# --- mlx and bitsandbytes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", mlx.BITS)
+def test_mlx_is_read_and_reads_ours(bits):
+    mx = pytest.importorskip("mlx.core")
+    w = mx.array(weight())
+    codes, scales, biases = mx.quantize(w, group_size=64, bits=bits)
+    want = np.array(mx.dequantize(codes, scales, biases, group_size=64, bits=bits))
+    arrays = {"weight": codes, "scales": scales, "biases": biases}
+    tensors = {f"a.{k}": np.array(v) for k, v in arrays.items()}
+    shapes = {k: Shape(v) for k, v in tensors.items()}
+    found = mlx.find(shapes, {"group_size": 64, "bits": bits})
+    q = read_all(found, tensors)["a.weight"]
+    np.testing.assert_allclose(values(q), want, atol=2e-6)
+
+    q = ours(f"int{bits}", {1: 64}, {})
+    made = {k: mx.array(v) for k, v in mlx.write(q).items()}
+    back = mx.dequantize(
+        made["weight"], made["scales"], made["biases"], group_size=64, bits=bits
+    )
+    np.testing.assert_allclose(np.array(back), values(q), atol=1e-6)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_nf4_of_bitsandbytes_is_read(double):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    import torch
+
+    raw, state = functional.quantize_4bit(
+        torch.from_numpy(weight()), quant_type="nf4", compress_statistics=double
+    )
+    want = functional.dequantize_4bit(raw, state).numpy()
+    tensors = {
+        f"a.weight.{k}": v.numpy() for k, v in state.as_dict(packed=True).items()
+    }
+    tensors["a.weight"] = raw.numpy()
+    shapes = {k: Shape(v) for k, v in tensors.items()}
+    found = bitsandbytes.find(shapes, {}, tensors.get)
+    np.testing.assert_allclose(
+        values(read_all(found, tensors)["a.weight"]), want, rtol=2e-7, atol=0
+    )
+
+
+def test_int8_of_bitsandbytes_is_read():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    import torch
+
+    codes, largest, _ = functional.int8_vectorwise_quant(
+        torch.from_numpy(weight()).half()
+    )
+    want = functional.int8_vectorwise_dequant(codes, largest).numpy()
+    tensors = {"a.weight": codes.numpy(), "a.SCB": largest.numpy()}
+    shapes = {k: Shape(v) for k, v in tensors.items()}
+    found = bitsandbytes.find(shapes, {}, tensors.get)
+    np.testing.assert_allclose(
+        values(read_all(found, tensors)["a.weight"]), want, rtol=3e-7
+    )
