@@ -77,12 +77,12 @@ def test_weight_only(name, tile, rows):
 
 
 STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, several rings
-    ("int8", None, decode_kernel.Blocks(64, 2)),
-    ("nf4", 64, decode_kernel.Blocks(128, 2, split=2, cluster=2)),
-    ("int4", 32, decode_kernel.Blocks(32, 2, wide=4, deep=4)),
-    ("int4", 64, decode_kernel.Blocks(64, 2, wide=4, deep=3)),
-    ("int8", None, decode_kernel.Blocks(32, 2, wide=2, deep=2, split=2)),
-    ("int8", None, decode_kernel.Blocks(32, 2, split=3, cluster=3)),
+    ("int8", None, decode_kernel.DecodeBlocks(64, 2)),
+    ("nf4", 64, decode_kernel.DecodeBlocks(128, 2, split=2, cluster=2)),
+    ("int4", 32, decode_kernel.DecodeBlocks(32, 2, wide=4, deep=4)),
+    ("int4", 64, decode_kernel.DecodeBlocks(64, 2, wide=4, deep=3)),
+    ("int8", None, decode_kernel.DecodeBlocks(32, 2, wide=2, deep=2, split=2)),
+    ("int8", None, decode_kernel.DecodeBlocks(32, 2, split=3, cluster=3)),
 ]
 
 
@@ -90,7 +90,7 @@ STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, severa
 @pytest.mark.parametrize(("name", "tile", "blocks"), STREAMED)
 def test_streamed_weights(name, tile, blocks, monkeypatch):
     """Hopper's kernel for few rows, which decodes without its PTX here."""
-    monkeypatch.setattr(decode_tuned, "stream_blocks", lambda *_: blocks)
+    monkeypatch.setattr(decode_tuned, "decode_blocks", lambda *_: blocks)
     tiles = {0: tile} if tile else {}
     w = mt.quantize(random(1, 256, 256), name, channelwise_axes=[1], tiled_axes=tiles)
     x = random(2, 9, 256)
@@ -108,7 +108,7 @@ def test_streamed_blocks_fit():
         for rows, k, n in [(1, 4096, 14336), (16, 14336, 4096), (64, 128, 256)]:
             fmt, group = as_format(name), min(tile or k, k)
             with pretend_gpu():
-                blocks = decode_tuned.stream_blocks(fmt, rows, (k, n), group)
+                blocks = decode_tuned.decode_blocks(fmt, rows, (k, n), group)
             assert blocks.stages >= 2
             size = blocks.num_bytes(fmt, rows, group) + blocks.received(rows)
             assert size <= SHARED and blocks.is_ample(fmt, rows)
@@ -432,7 +432,7 @@ def test_scaled_matmul(equation):
 @pytest.mark.parametrize("num_steps", [3, 4])
 def test_several_blocks_to_a_program(num_steps):
     """With whole rounds of the ring, and without; one scale for all rows, or many."""
-    blocks = scaled_hopper.Blocks(64, 128, 128, 4)
+    blocks = scaled_hopper.ScaledBlocks(64, 128, 128, 4)
     a, b = (random(i, 320, 128 * num_steps).astype(jnp.float8_e4m3fn) for i in (1, 2))
     sa, sb = jnp.full((1,), 0.5), jnp.linspace(1, 2, 320)
     for scales in ((sa, sb), (sb, sa), (sb, sb)):
@@ -548,8 +548,8 @@ def test_triton_kernels_lower_for_cuda():
             blocks = triton_tuned.weight_blocks(fmt, rows, codes.shape, tile)
             run = functools.partial(weight_triton.weight_matmul, fmt=fmt, blocks=blocks)
             lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
-    blocks = weight_triton.turned_blocks(16, (512, 4096))
-    run = functools.partial(weight_triton.turned_matmul, blocks=blocks)
+    blocks = weight_triton.transposed_blocks(16, (512, 4096))
+    run = functools.partial(weight_triton.transposed_matmul, blocks=blocks)
     lower(run, SHAPE((16, 4096), jnp.bfloat16), SHAPE((512, 4096), jnp.int8))
 
 
@@ -571,7 +571,7 @@ def test_hopper_kernels_lower_for_cuda(out):
     )  # fmt: skip
     for scales in (tiles, SHAPE((8, 4), jnp.float32)):
         lower(
-            lambda a, b, s, t: hopper_tiled.blocked_matmul(a, b, s, t, out),
+            lambda a, b, s, t: hopper_tiled.tiled_matmul(a, b, s, t, out),
             float8, float8, tiles, scales,
         )  # fmt: skip
 
@@ -585,9 +585,9 @@ def test_streamed_weights_lower_for_cuda(name, tile):
     last = None if tile else SHAPE((4096,), jnp.float32)
     for rows, dtype in [(1, jnp.float32), (16, jnp.bfloat16), (64, jnp.bfloat16)]:
         with pretend_gpu():
-            blocks = decode_tuned.stream_blocks(fmt, rows, (4096, 4096), tile)
+            blocks = decode_tuned.decode_blocks(fmt, rows, (4096, 4096), tile)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype}
-        run = functools.partial(decode_kernel.stream_matmul, **how)
+        run = functools.partial(decode_kernel.decode_matmul, **how)
         lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale, last)
 
 
@@ -596,9 +596,9 @@ def test_what_clusters_receive_has_room(rows, columns):
     """Shared memory to the last kB: 8 bits in groups of 32, under scales in float32."""
     fmt = as_format("int8")
     with pretend_gpu():
-        blocks = decode_tuned.stream_blocks(fmt, rows, (4096, columns), 32)
+        blocks = decode_tuned.decode_blocks(fmt, rows, (4096, columns), 32)
     assert blocks is not None and blocks.cluster > 2
-    run = functools.partial(decode_kernel.stream_matmul, fmt=fmt, blocks=blocks)
+    run = functools.partial(decode_kernel.decode_matmul, fmt=fmt, blocks=blocks)
     codes, scale = SHAPE((4096, columns), jnp.int8), SHAPE((128, columns), jnp.float32)
     lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
 

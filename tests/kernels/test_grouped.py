@@ -14,12 +14,12 @@ from midtread.kernels.decode_attention import triton as attention_triton
 from midtread.kernels.hopper import SHARED
 from midtread.kernels.scaled_matmul import grouped_adapter, hopper_grouped
 from midtread.kernels.scaled_matmul import tuned as scaled_tuned
-from midtread.kernels.scaled_matmul.hopper import Blocks
+from midtread.kernels.scaled_matmul.hopper import ScaledBlocks
 from midtread.kernels.weight_matmul import few_groups, triton_grouped, triton_tuned
 from midtread.kernels.weight_matmul.hopper_decode import grouped as decode_grouped
 from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
 from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice, Walk
-from midtread.kernels.weight_matmul.hopper_decode.kernel import Blocks as StreamBlocks
+from midtread.kernels.weight_matmul.hopper_decode.kernel import DecodeBlocks
 from midtread.numerics.formats import as_format
 from tests.kernels.test_gpu import (
     SHAPE,
@@ -93,7 +93,7 @@ def test_a_neighbours_nan_stays_there():
 
 @pytest.mark.parametrize("sizes", [SIZES, [0, 0], [256], [8, 248], [300, 5]])
 def test_row_blocks_cover_every_row_once(sizes):
-    groups = hopper_grouped.groups_of(jnp.array(sizes), 256)
+    groups = hopper_grouped.group_bounds(jnp.array(sizes), 256)
     *table, counts = np.asarray(hopper_grouped.row_blocks(groups, 256, 64)).T
     assert counts[0] <= len(table)
     seen = np.zeros(256, int)
@@ -159,9 +159,9 @@ def test_few_rows_of_codes_and_gradient():
 
 GROUPED = ("r", "k"), ("g", "k", "n"), ("r", "n")
 STREAMED = [  # several rings, a sum that programs share; scales of columns, of tiles
-    ("int8", None, Choice(8, 1, StreamBlocks(32, 2, wide=2))),
-    ("int4", 32, Choice(8, 1, StreamBlocks(32, 2, wide=4, deep=4))),
-    ("nf4", 64, Choice(16, 1, StreamBlocks(64, 2))),
+    ("int8", None, Choice(8, 1, DecodeBlocks(32, 2, wide=2))),
+    ("int4", 32, Choice(8, 1, DecodeBlocks(32, 2, wide=4, deep=4))),
+    ("nf4", 64, Choice(16, 1, DecodeBlocks(64, 2))),
 ]
 
 
@@ -170,7 +170,7 @@ STREAMED = [  # several rings, a sum that programs share; scales of columns, of 
 def test_streamed_groups(name, tile, choice, monkeypatch):
     """Hopper's kernel: two blocks of one group, an empty group, two groups within 8 rows,
     rows beyond all."""
-    monkeypatch.setattr(decode_tuned, "stream_choices", lambda *_: (choice,))
+    monkeypatch.setattr(decode_tuned, "grouped_choices", lambda *_: (choice,))
     tiles = {1: tile} if tile else {}
     w = mt.quantize(random(1, 3, 128, 256), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
     x, sizes = random(2, 20, 128), [11, 0, 6]
@@ -226,7 +226,7 @@ def test_streamed_groups_fit():
     for name, tile in [("int8", None), ("int4", 128), ("nf4", 64)]:
         for rows in (1, 8.5, 16, 20, 64):
             fmt = as_format(name)
-            choices = decode_tuned.stream_choices(fmt, rows, (4096, 7168), tile)
+            choices = decode_tuned.grouped_choices(fmt, rows, (4096, 7168), tile)
             assert len(choices) == (1 if rows == 64 else 2)
             assert len({c.blocks.division(fmt.bits).groups for c in choices}) == 1
             for choice in choices:
@@ -234,7 +234,7 @@ def test_streamed_groups_fit():
                 size = choice.blocks.num_bytes(fmt, choice.rows, tile)
                 size += choice.blocks.exchanged(choice.rows) + decode_tuned.HELD
                 assert size <= SHARED
-    (one, more) = decode_tuned.stream_choices(as_format("int4"), 4, (1408, 256), 128)
+    (one, more) = decode_tuned.grouped_choices(as_format("int4"), 4, (1408, 256), 128)
     assert one.blocks.deep == more.blocks.deep == 1  # 1408 is not whole for four rings
 
 
@@ -328,9 +328,9 @@ def test_grouped_kernels_lower_for_cuda():
 )
 def test_streamed_groups_lower_for_cuda(name, tile, rows):
     fmt, shape = as_format(name), (4096, 1024)
-    choices = decode_tuned.stream_choices(fmt, rows, shape, tile)
+    choices = decode_tuned.grouped_choices(fmt, rows, shape, tile)
     how = {"fmt": fmt, "choices": choices}
-    run = functools.partial(decode_grouped.grouped_stream, **how)
+    run = functools.partial(decode_grouped.grouped_matmul, **how)
     codes = SHAPE((8, 4096, 1024 // (1 if fmt.bits > 4 else 2)), jnp.int8)
     scale = SHAPE((8, 4096 // (tile or 4096), 1024), jnp.bfloat16)
     x = SHAPE((8 * rows, 4096), jnp.bfloat16)
@@ -342,7 +342,7 @@ def test_kernels_that_read_words_lower_for_cuda():
         fmt = as_format(name)
         planes = triton_words.num_planes(fmt)
         blocks = triton_tuned.expert_blocks(fmt, 16, (4096, 7168 // planes), 128)
-        run = functools.partial(triton_grouped.grouped_weight, fmt=fmt, blocks=blocks)
+        run = functools.partial(triton_grouped.grouped_matmul, fmt=fmt, blocks=blocks)
         words = SHAPE((8, 4096, 7168 // planes), jnp.int16)
         for tiles in (1, 32):
             scale = SHAPE((planes, 8, tiles, 7168 // planes), jnp.float32)
@@ -408,4 +408,4 @@ def test_attention_under_vmap_and_grad():
 def test_paired_programs_are_for_long_groups():
     assert scaled_tuned.grouped_blocks(jnp.bfloat16, 4096, 7168).pair
     assert not scaled_tuned.grouped_blocks(jnp.bfloat16, 512, 7168).pair
-    assert scaled_tuned.grouped_blocks(jnp.bfloat16, 64, 7168) == Blocks(64, 128)
+    assert scaled_tuned.grouped_blocks(jnp.bfloat16, 64, 7168) == ScaledBlocks(64, 128)

@@ -14,7 +14,7 @@ from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.kernels.weight_matmul import many_rows
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
 from midtread.kernels.weight_matmul.hopper_prefill import tuned as prefill_tuned
-from midtread.kernels.weight_matmul.hopper_prefill.pipeline import Blocks
+from midtread.kernels.weight_matmul.hopper_prefill.pipeline import PrefillBlocks
 from midtread.numerics.formats import as_format
 
 needs_interpreter = pytest.mark.skipif(
@@ -38,9 +38,9 @@ def weight(name, tile, shape=(256, 256)):
 
 
 CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split sum, halves
-    ("int8", None, 128, 2, Blocks(rows=64, stages=2)),
-    ("int4", 32, 384, 2, Blocks(rows=64, stages=2, halves=True)),
-    ("nf4", 64, 128, 2, Blocks(rows=96, k=128, stages=2, split=2)),
+    ("int8", None, 128, 2, PrefillBlocks(rows=64, stages=2)),
+    ("int4", 32, 384, 2, PrefillBlocks(rows=64, stages=2, halves=True)),
+    ("nf4", 64, 128, 2, PrefillBlocks(rows=96, k=128, stages=2, split=2)),
 ]
 
 
@@ -48,7 +48,7 @@ CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split
 @pytest.mark.parametrize(("name", "tile", "columns", "programs", "blocks"), CASES)
 def test_values(name, tile, columns, programs, blocks, monkeypatch):
     """Decoded without its PTX here; rows that are no whole block, or half of one."""
-    monkeypatch.setattr(prefill_tuned, "mixed_blocks", lambda *_: blocks)
+    monkeypatch.setattr(prefill_tuned, "prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: programs)
     w, x = weight(name, tile, (256, columns)), random(2, 66, 256)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
@@ -63,8 +63,8 @@ def test_values(name, tile, columns, programs, blocks, monkeypatch):
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
 def test_codes(name, monkeypatch):
     """Rows of codes by a weight as it is stored; a scale for each row."""
-    blocks = Blocks(rows=64, k=128, stages=2, split=2)
-    monkeypatch.setattr(prefill_tuned, "mixed_blocks", lambda *_: blocks)
+    blocks = PrefillBlocks(rows=64, k=128, stages=2, split=2)
+    monkeypatch.setattr(prefill_tuned, "prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: 2)
     x = mt.quantize(random(1, 66, 512), name, channelwise_axes=[0])
     w = weight(name, None, (512, 128))
@@ -79,9 +79,9 @@ def test_last_round_is_cut():
     dtypes = jnp.bfloat16, jnp.bfloat16
     how = (1024, (4096, 14336), None, dtypes)
     with pretend_gpu():
-        assert prefill_tuned.mixed_blocks(as_format("int8"), *how).halves
+        assert prefill_tuned.prefill_blocks(as_format("int8"), *how).halves
         how = (1024, (14336, 4096), None, dtypes)
-        assert not prefill_tuned.mixed_blocks(
+        assert not prefill_tuned.prefill_blocks(
             as_format("int8"), *how
         ).halves  # 128 blocks
 
@@ -102,7 +102,7 @@ def test_blocks_fit(name, tile, rows_in):
     for rows in (65, 100, 256, 300, 1000, 8192):
         for k, n in [(4096, 14336), (14336, 4096), (256, 128), (1280, 768)]:
             with pretend_gpu():
-                b = prefill_tuned.mixed_blocks(fmt, rows, (k, n), tile, dtypes)
+                b = prefill_tuned.prefill_blocks(fmt, rows, (k, n), tile, dtypes)
             assert k % (b.split * step) == 0 and b.rows <= 256
             assert b.stages >= 2 and n % (256 if b.pair else 128) == 0
             assert b.rows % (64 if b.halves else 32) == 0

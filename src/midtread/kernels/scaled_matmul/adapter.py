@@ -271,7 +271,7 @@ def _blocked_call(out_dtype, interpret: bool) -> Callable:
         return lax.dot_general(a, b, (((1,), (1,)), ((), ()))).astype(out_dtype)
 
     def kernel(a, b, sa, sb):
-        return hopper_tiled.blocked_matmul(a, b, sa, sb, out_dtype, interpret)
+        return hopper_tiled.tiled_matmul(a, b, sa, sb, out_dtype, interpret)
 
     axes, replicated = "m k, n k, t m, t c -> m n", ("k", "t", "c", "n")
     return as_function(kernel, plain, axes, replicated, can_place=not interpret)

@@ -36,7 +36,7 @@ OUT = 64  # the result is written in squares of this side
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class ScaledBlocks:
     """What one program holds. `m`, `n`: of one warpgroup; two stand along `split`."""
 
     m: int = 128
@@ -198,7 +198,7 @@ def squares(out, out_smem, dtype):
 # --- the matmul -------------------------------------------------------------------------------
 
 
-def code_specs(a_gmem, b_gmem, blocks: Blocks, first=None) -> list:
+def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
     """Of blocks of both operands; sums start at column `first`, by default at 0."""
     shared = ("pair",) if blocks.pair else ()
     width, place = blocks.k, lambda i: (0, i)
@@ -221,7 +221,7 @@ def code_specs(a_gmem, b_gmem, blocks: Blocks, first=None) -> list:
     ]
 
 
-def multiplying(blocks: Blocks, dtype, wg, write: Callable, edit=None):
+def multiplying(blocks: ScaledBlocks, dtype, wg, write: Callable, edit=None):
     """(step, finish) of a job that sums products of codes and has `write(sum, out_smem)`.
 
     Args:
@@ -258,7 +258,7 @@ def scaled_by(out, sa_gmem, row, sb_gmem, column):
     return out
 
 
-def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks):
+def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: ScaledBlocks):
     (m, k), n = a_gmem.shape, b_gmem.shape[0]
     cta_m, cta_n = blocks.cta
     grid = pl.cdiv(m, blocks.rows), pl.cdiv(n, cta_n)
@@ -300,7 +300,7 @@ def scaled_matmul(
     sa_M: jax.Array,
     sb_N: jax.Array,
     out_dtype,
-    blocks: Blocks,
+    blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[M, N] of codes and float32 scales, one for each row and column, or one for all.

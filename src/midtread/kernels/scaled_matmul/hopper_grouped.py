@@ -25,8 +25,8 @@ from jax import lax
 from midtread.kernels.pallas_compat import pl, plgpu
 from midtread.kernels.scaled_matmul.hopper import (
     OUT,
-    Blocks,
     Job,
+    ScaledBlocks,
     code_specs,
     launch,
     multiplying,
@@ -40,20 +40,20 @@ from midtread.kernels.scaled_matmul.hopper import (
 STRIP = 8  # rows of the copy engine's pattern
 
 
-class Groups(NamedTuple):
+class GroupBounds(NamedTuple):
     """First row of each group and of what follows it; a last group holds the other rows."""
 
     starts: jax.Array
     ends: jax.Array
 
 
-def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
+def group_bounds(sizes: jax.Array, num_rows: int) -> GroupBounds:
     ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), num_rows)
     ends = jnp.append(ends, num_rows).astype(jnp.int32)
-    return Groups(jnp.append(0, ends[:-1]).astype(jnp.int32), ends)
+    return GroupBounds(jnp.append(0, ends[:-1]).astype(jnp.int32), ends)
 
 
-def row_blocks(groups: Groups, num_rows: int, block: int) -> jax.Array:
+def row_blocks(groups: GroupBounds, num_rows: int, block: int) -> jax.Array:
     """[4, blocks] int32: group, first row, and the group's start and end; the number of
     blocks in the last column."""
     starts, ends = groups
@@ -74,7 +74,15 @@ def row_blocks(groups: Groups, num_rows: int, block: int) -> jax.Array:
 
 
 def _rows_body(
-    table_gmem, a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, edge_gmem, *, blocks: Blocks
+    table_gmem,
+    a_gmem,
+    b_gmem,
+    sa_gmem,
+    sb_gmem,
+    out_gmem,
+    edge_gmem,
+    *,
+    blocks: ScaledBlocks,
 ):
     num_groups, n, k = b_gmem.shape
     cta_m, cta_n = blocks.cta
@@ -153,7 +161,7 @@ def _send_within(out, place, span, out_smem, out_gmem, edge_gmem, edges):
                 copy(strip - top, STRIP, edge_gmem, edges + side * STRIP)
 
 
-def _with_edges(out: jax.Array, edges: jax.Array, groups: Groups) -> jax.Array:
+def _with_edges(out: jax.Array, edges: jax.Array, groups: GroupBounds) -> jax.Array:
     """`out` with the rows that lie in strips shared by two groups."""
     cuts = jnp.stack(groups, axis=1)[:, :, None]  # [groups, 2, 1]
     rows = cuts // STRIP * STRIP + jnp.arange(STRIP, dtype=jnp.int32)
@@ -174,14 +182,14 @@ def grouped_rows(
     sb_GN: jax.Array,
     sizes_G: jax.Array,
     out_dtype,
-    blocks: Blocks,
+    blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[R, N] of codes and float32 scales: each row with its group's matrix."""
     num_rows, (num_groups, n, _) = a_RK.shape[0], b_GNK.shape
     if interpret:
         blocks = dataclasses.replace(blocks, pair=False)
-    groups = groups_of(sizes_G, num_rows)
+    groups = group_bounds(sizes_G, num_rows)
     table = row_blocks(groups, num_rows, blocks.rows)
     sa_R = jnp.pad(sa_R, (0, blocks.rows))
     sb_GN = jnp.pad(sb_GN, ((0, 0), (0, -n % blocks.cta[1])))
@@ -201,7 +209,7 @@ def grouped_rows(
 
 
 def _sums_body(
-    spans_gmem, a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: Blocks
+    spans_gmem, a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: ScaledBlocks
 ):
     num_groups, m, n = out_gmem.shape
     cta_m, cta_n = blocks.cta
@@ -257,7 +265,7 @@ def grouped_sums(
     sb_N: jax.Array,
     sizes_G: jax.Array,
     out_dtype,
-    blocks: Blocks,
+    blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[G, M, N] of codes and float32 scales: sums over the rows of each group."""
@@ -265,7 +273,7 @@ def grouped_sums(
     if interpret:
         blocks = dataclasses.replace(blocks, pair=False)
     assert blocks.split == "m", "each warpgroup zeroes its own rows of a"
-    spans = jnp.stack(groups_of(sizes_G, num_rows))
+    spans = jnp.stack(group_bounds(sizes_G, num_rows))
     sa_M = jnp.pad(sa_M, (0, -m % (2 * blocks.cta[0])))
     sb_N = jnp.pad(sb_N, (0, -n % blocks.cta[1]))
     return launch(

@@ -136,7 +136,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bo
     over_blocks(find, count, example, out_gmem.dtype, groups=GROUPS, stages=stages)
 
 
-def blocked_matmul(
+def tiled_matmul(
     a_MK: jax.Array,
     b_NK: jax.Array,
     sa_TM: jax.Array,

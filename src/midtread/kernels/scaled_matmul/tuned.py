@@ -4,22 +4,22 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from midtread.kernels.scaled_matmul.hopper import Blocks
+from midtread.kernels.scaled_matmul.hopper import ScaledBlocks
 from midtread.kernels.tuned import table
 
 
-def scaled_blocks(out_dtype, shape: tuple[int, int]) -> Blocks:
+def scaled_blocks(out_dtype, shape: tuple[int, int]) -> ScaledBlocks:
     """Of the scaled matmul with a result of `shape`."""
     if min(shape) < 256:
-        blocks = Blocks(64, 128, 128, split="m")
+        blocks = ScaledBlocks(64, 128, 128, split="m")
     else:
-        blocks = Blocks(**table(__file__)["scaled"])
+        blocks = ScaledBlocks(**table(__file__)["scaled"])
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3  # shared memory is 227 kB
     pair = blocks.pair and shape[0] % (2 * blocks.cta[0]) == 0
     return dataclasses.replace(blocks, stages=stages, pair=pair)
 
 
-def grouped_blocks(out_dtype, per_group: int, columns: int) -> Blocks:
+def grouped_blocks(out_dtype, per_group: int, columns: int) -> ScaledBlocks:
     """Of the grouped matmul, for so many rows in a group on average."""
     blocks = scaled_blocks(out_dtype, (per_group, columns))
     pair = table(__file__)["scaled"].get("pair", False) and per_group >= 1024

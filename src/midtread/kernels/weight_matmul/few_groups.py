@@ -92,7 +92,7 @@ def why_not_stream(fmt, num_rows: int, shape, tiles: int, dtype) -> str | None:
 def _choices(fmt, num_rows: int, shape, tiles: int):
     num_groups, k, n = shape
     group = None if tiles == 1 else k // tiles
-    return decode_tuned.stream_choices(fmt, num_rows / num_groups, (k, n), group)
+    return decode_tuned.grouped_choices(fmt, num_rows / num_groups, (k, n), group)
 
 
 def _shape(found: Sides, extents, w, labels) -> tuple[int, int, int]:
@@ -156,7 +156,7 @@ def _stream_call(fmt, interpret: bool) -> Callable:
         how = {"fmt": fmt, "choices": choices, "interpret": interpret}
         held = decoding.as_bytes(codes.reshape(num_groups * k, n))
         held = held.reshape(num_groups, k, -1)
-        return decode_grouped.grouped_stream(x, held, scale, sizes, **how)
+        return decode_grouped.grouped_matmul(x, held, scale, sizes, **how)
 
     axes, whole = "r k, g k n, g t n, g -> r n", ("r", "k", "g", "t")
     return as_function(kernel, plain, axes, whole, can_place=not interpret)
@@ -180,7 +180,7 @@ def _weight_call(fmt, interpret: bool) -> Callable:
         blocks = triton_tuned.expert_blocks(
             fmt, rows, words.shape[1:], k // scale.shape[2]
         )
-        return triton_grouped.grouped_weight(
+        return triton_grouped.grouped_matmul(
             x, words, scale, sizes, fmt=fmt, blocks=blocks, interpret=interpret
         )
 

@@ -48,7 +48,7 @@ def why_not_weight(
     if summed != 0:
         if dtype_bits(fmt.dtype) < 8 or tuple(counts) != (1, 1):
             return "4-bit or tiled, and stored with its summed axis innermost"
-        if weight_triton.turned_blocks(rows, shape) is None:
+        if weight_triton.transposed_blocks(rows, shape) is None:
             return f"{shape} codes do not divide into blocks"
         return None
     planes = 8 // dtype_bits(fmt.dtype)
@@ -68,7 +68,7 @@ def why_not_stream(fmt, shape, rows: int, counts, dtype) -> str | None:
     if np.dtype(dtype).name != "bfloat16":
         return f"the other operand is {np.dtype(dtype)}, not bfloat16"
     group = None if counts[0] == 1 else shape[0] // counts[0]
-    if decode_tuned.stream_blocks(fmt, rows, shape, group) is None:
+    if decode_tuned.decode_blocks(fmt, rows, shape, group) is None:
         return f"{shape} codes in groups of {group} do not divide into blocks"
     return None
 
@@ -129,8 +129,10 @@ def _turned_call(interpret: bool) -> Callable:
         )
 
     def kernel(x, codes):
-        blocks = weight_triton.turned_blocks(x.shape[0], codes.shape)
-        return weight_triton.turned_matmul(x, codes, blocks=blocks, interpret=interpret)
+        blocks = weight_triton.transposed_blocks(x.shape[0], codes.shape)
+        return weight_triton.transposed_matmul(
+            x, codes, blocks=blocks, interpret=interpret
+        )
 
     return as_function(kernel, plain, "m k, n k -> m n", ("k",))
 
@@ -153,12 +155,12 @@ def _stream_call(
 
     def kernel(x, codes, scale=None):
         group = codes.shape[0] // scale.shape[0] if is_grouped else None
-        blocks = decode_tuned.stream_blocks(fmt, x.shape[0], codes.shape, group)
+        blocks = decode_tuned.decode_blocks(fmt, x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
         how = {"fmt": fmt, "blocks": blocks, "dtype": dtype, "interpret": interpret}
         scales = (None, scale) if is_scaled else (scale, None)
-        return decode_kernel.stream_matmul(x, decoding.as_bytes(codes), *scales, **how)
+        return decode_kernel.decode_matmul(x, decoding.as_bytes(codes), *scales, **how)
 
     scale = ", g n" if is_grouped else ", n" if is_scaled else ""
     axes = f"m k, k n{scale} -> m n"

@@ -21,7 +21,7 @@ from midtread.kernels.hopper import decoding
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul.few_rows import WEIGHTS
 from midtread.kernels.weight_matmul.hopper_prefill import tuned as prefill_tuned
-from midtread.kernels.weight_matmul.hopper_prefill.kernel import mixed_matmul
+from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
 from midtread.numerics import views
 from midtread.numerics.formats import as_format
 from midtread.numerics.rounding import decode
@@ -48,7 +48,7 @@ def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:
         return f"scales of groups are {scale.dtype}: the kernel has bfloat16 ones"
     if group and scale.shape[1] not in (1, shape[1]):
         return f"scales of extents {scale.shape} on {shape} codes"
-    if prefill_tuned.mixed_blocks(fmt, rows, shape, group, dtypes) is None:
+    if prefill_tuned.prefill_blocks(fmt, rows, shape, group, dtypes) is None:
         return f"{shape} codes in groups of {group} do not divide into blocks"
     return None
 
@@ -83,11 +83,13 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
     def kernel(x, codes, scale):
         group = _group(codes.shape, scale)
         dtypes = x.dtype, dtype
-        blocks = prefill_tuned.mixed_blocks(fmt, x.shape[0], codes.shape, group, dtypes)
+        blocks = prefill_tuned.prefill_blocks(
+            fmt, x.shape[0], codes.shape, group, dtypes
+        )
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
         how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
-        return mixed_matmul(x, decoding.as_bytes(codes), scale, **how)
+        return prefill_matmul(x, decoding.as_bytes(codes), scale, **how)
 
     axes = "m k, k n, g n -> m n"
     return as_function(kernel, plain, axes, ("k", "g"), can_place=not interpret)
@@ -96,7 +98,10 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
 def codes(x_MK, w_KN, rows_M, columns_N, dtype, interpret: bool) -> jax.Array | None:
     """[M, N] of codes and their scales in float32; None if no block divides the weight."""
     fmt, dtypes = as_format(w_KN.dtype.name), (x_MK.dtype, jnp.dtype(dtype))
-    if prefill_tuned.mixed_blocks(fmt, x_MK.shape[0], w_KN.shape, None, dtypes) is None:
+    if (
+        prefill_tuned.prefill_blocks(fmt, x_MK.shape[0], w_KN.shape, None, dtypes)
+        is None
+    ):
         return None
     return _codes_call(fmt, dtypes[1], interpret)(x_MK, w_KN, rows_M, columns_N)
 
@@ -112,12 +117,12 @@ def _codes_call(fmt, dtype, interpret: bool) -> Callable:
 
     def kernel(x, w, rows, columns):
         dtypes = x.dtype, dtype
-        blocks = prefill_tuned.mixed_blocks(fmt, x.shape[0], w.shape, None, dtypes)
+        blocks = prefill_tuned.prefill_blocks(fmt, x.shape[0], w.shape, None, dtypes)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, w, rows, columns)
         how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
         scale = columns.reshape(1, -1)
-        return mixed_matmul(x, decoding.as_bytes(w), scale, rows, **how)
+        return prefill_matmul(x, decoding.as_bytes(w), scale, rows, **how)
 
     axes = "m k, k n, m, n -> m n"
     return as_function(kernel, plain, axes, ("k",), can_place=not interpret)

@@ -28,7 +28,7 @@ from midtread.numerics.formats import Format, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class TritonBlocks:
     how: str  # "fma" or "dot"
     n: int  # bytes of a row that one program reads
     k: int  # rows of the weight in one load
@@ -162,7 +162,7 @@ def select(u, table):
 
 
 def _fma_body(
-    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, rows, group, native
+    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
 ):
     """x [rows, Ks], w [Ks, B], s [P, Ks / group, B] -> out [P, rows, B]; Ks: this program's."""
     num_k, num_b = w_ref.shape[0], blocks.n
@@ -199,7 +199,7 @@ def _fma_body(
 
 
 def _dot_body(
-    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, rows, group, native
+    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
 ):
     """The same by tensor cores, for `block_m` rows of which `rows` are real."""
     num_k, num_b = w_ref.shape[0], blocks.n
@@ -240,7 +240,7 @@ def weight_matmul(
     scale_PGB: jax.Array | None,
     *,
     fmt: Format,
-    blocks: Blocks,
+    blocks: TritonBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[M, B, P] in float32: x times the codes' values, group scales applied.
@@ -289,7 +289,7 @@ def weight_matmul(
 # --- weights stored with the summed axis innermost --------------------------------------------
 
 
-def _turned_body(x_ref, w_ref, out_ref, *, k: int, rows: int):
+def _transposed_body(x_ref, w_ref, out_ref, *, k: int, rows: int):
     """x [rows, Ks], w [n, Ks] -> out [n, block_m]: the weight is the left operand."""
     block_m = x_ref.shape[0]
     mask = other = None
@@ -310,24 +310,28 @@ def _turned_body(x_ref, w_ref, out_ref, *, k: int, rows: int):
     out_ref[:, :] = lax.fori_loop(0, w_ref.shape[1] // k, body, zero)
 
 
-def turned_blocks(rows: int, shape: tuple[int, int]) -> Blocks | None:
+def transposed_blocks(rows: int, shape: tuple[int, int]) -> TritonBlocks | None:
     """Of `rows` rows by a weight [N, K] of 8-bit codes; None if it does not divide."""
     n, k = (32, 256) if rows <= 16 else (128, 128)
     split = next((s for s in (4, 2, 1) if shape[1] % (s * k) == 0), None)
     if shape[0] % n or split is None:
         return None
-    return Blocks("dot", n, k, 1, split, warps=4, stages=3)
+    return TritonBlocks("dot", n, k, 1, split, warps=4, stages=3)
 
 
-def turned_matmul(
-    x_MK: jax.Array, codes_NK: jax.Array, *, blocks: Blocks, interpret: bool = False
+def transposed_matmul(
+    x_MK: jax.Array,
+    codes_NK: jax.Array,
+    *,
+    blocks: TritonBlocks,
+    interpret: bool = False,
 ) -> jax.Array:
     """[M, N] in float32; a tied embedding's head is stored so."""
     (m, k), n = x_MK.shape, codes_NK.shape[0]
     block_m = max(16, 1 << (m - 1).bit_length())
     split_k = k // blocks.split
     out = pl.pallas_call(
-        functools.partial(_turned_body, k=blocks.k, rows=m),
+        functools.partial(_transposed_body, k=blocks.k, rows=m),
         grid=(n // blocks.n, blocks.split),
         in_specs=[
             pl.BlockSpec((block_m, split_k), lambda i, j: (0, j)),

@@ -23,12 +23,12 @@ from midtread.kernels.pallas_compat import (
     result,
     triton_params,
 )
-from midtread.kernels.scaled_matmul.hopper_grouped import groups_of
+from midtread.kernels.scaled_matmul.hopper_grouped import group_bounds
 from midtread.numerics.formats import Format
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class ExpertBlocks:
     m: int = 16  # rows
     n: int = 64  # words
     k: int = 128
@@ -39,7 +39,7 @@ class Blocks:
 
 def row_blocks(sizes: jax.Array, num_rows: int, block: int) -> jax.Array:
     """[blocks, 4] int32: group, first row, end of the rows; unused ones are empty."""
-    starts, ends = groups_of(sizes, num_rows)
+    starts, ends = group_bounds(sizes, num_rows)
     counts = -((starts - ends) // block)
     until = jnp.cumsum(counts)
     most = num_rows // block + len(starts)
@@ -51,7 +51,9 @@ def row_blocks(sizes: jax.Array, num_rows: int, block: int) -> jax.Array:
     return jnp.stack([group, first, end, end], axis=1).astype(jnp.int32)
 
 
-def _body(table_ref, x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, native):
+def _body(
+    table_ref, x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: ExpertBlocks, native
+):
     """x [R, K], w [G, K, N / P] words, s [P, G, T, N / P]; out [P, R, N / P]: whole arrays."""
     num_groups, num_k, _ = w_ref.shape
     num_tiles = s_ref.shape[2]
@@ -92,14 +94,14 @@ def _body(table_ref, x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: Blocks, nativ
             pltriton.store(target, out, mask=inside[:, None])
 
 
-def grouped_weight(
+def grouped_matmul(
     x_RK: jax.Array,
     words_GKB: jax.Array,
     scale_PGTB: jax.Array,
     sizes_G: jax.Array,
     *,
     fmt: Format,
-    blocks: Blocks,
+    blocks: ExpertBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[R, B, P] in float32: rows times the values of their group's codes, scaled for each of

@@ -10,20 +10,20 @@ A shape that a block does not divide gets a smaller one (`fit`).
 import dataclasses
 
 from midtread.kernels.tuned import table
-from midtread.kernels.weight_matmul.triton import Blocks as WeightBlocks
-from midtread.kernels.weight_matmul.triton_grouped import Blocks as ExpertBlocks
+from midtread.kernels.weight_matmul.triton import TritonBlocks
+from midtread.kernels.weight_matmul.triton_grouped import ExpertBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
 
 def weight_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
-) -> WeightBlocks | None:
+) -> TritonBlocks | None:
     """Of `rows` rows by a weight of `shape` bytes; None if nothing fits."""
     bits = dtype_bits(fmt.dtype)
     for entry in table(__file__)["weights"]:
         matches = entry["bits"] == bits and entry["columns"] <= shape[1]
         if matches and rows <= entry["rows"]:
-            blocks = fit(WeightBlocks(**entry["blocks"]), shape, group)
+            blocks = fit(TritonBlocks(**entry["blocks"]), shape, group)
             if blocks is not None:
                 return blocks
     return None
@@ -47,8 +47,8 @@ def expert_blocks(
 
 
 def fit(
-    blocks: WeightBlocks, shape: tuple[int, int], group: int | None
-) -> WeightBlocks | None:
+    blocks: TritonBlocks, shape: tuple[int, int], group: int | None
+) -> TritonBlocks | None:
     """`blocks`, made smaller where they do not divide the weight or its groups."""
     num_k, num_b = shape
     k, loads, split, n = blocks.k, blocks.loads, blocks.split, blocks.n

@@ -40,7 +40,7 @@ from midtread.kernels.weight_matmul.hopper_decode import exchange
 from midtread.kernels.weight_matmul.hopper_decode import kernel as decode_kernel
 from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import (
-    Blocks,
+    DecodeBlocks,
     Place,
     Plan,
     Refs,
@@ -55,7 +55,7 @@ STRIP = 8  # rows of the copy engine's pattern
 class Choice:
     rows: int  # of a block, a multiple of STRIP
     cost: int  # of a block, to be compared with that of other choices
-    blocks: Blocks  # `split` and `cluster` are 1
+    blocks: DecodeBlocks  # `split` and `cluster` are 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Walk:
     slots: int
 
 
-class Groups(NamedTuple):
+class GroupStarts(NamedTuple):
     """The first row of each group and of what follows the last one, and for each choice
     their first blocks: in shared memory, or in memory where XLA made them."""
 
@@ -116,12 +116,12 @@ def _after(firsts: list, size, num_rows: int, walks: list[Walk]) -> list:
     return [end, *(b + _over(held, w.rows) for b, w in zip(blocks, walks))]
 
 
-def by_xla(sizes_G: jax.Array, num_rows: int, walks: list[Walk]) -> Groups:
-    """Groups for the interpreter, which halts now and then if warpgroups fill them."""
+def by_xla(sizes_G: jax.Array, num_rows: int, walks: list[Walk]) -> GroupStarts:
+    """GroupStarts for the interpreter, which halts now and then if warpgroups fill them."""
     step = lambda firsts, size: (_after(firsts, size, num_rows, walks), firsts)
     zero, sizes = jnp.int32(0), jnp.append(sizes_G, 0).astype(jnp.int32)
     _, (rows, *blocks) = lax.scan(step, [zero] * (1 + len(walks)), sizes)
-    return Groups(rows, jnp.stack(blocks))
+    return GroupStarts(rows, jnp.stack(blocks))
 
 
 def _over(a, b):
@@ -141,11 +141,11 @@ def _body(*given, ways: list[Way], num_rows: int):
     walks = [way.walk for way in ways]
     if ways[0].plan.native:
         *given, sizes, out, inside, rows, blocks = given
-        groups = Groups(rows, blocks)
+        groups = GroupStarts(rows, blocks)
         inside[0], *counts = groups.fill(sizes, num_rows, walks)
     else:
         *given, rows, blocks, out, inside = given
-        groups, num_groups = Groups(rows, blocks), walks[0].num_groups
+        groups, num_groups = GroupStarts(rows, blocks), walks[0].num_groups
         inside[0], *counts = rows[num_groups], blocks[0, num_groups]
 
     def run(way: Way, count):
@@ -163,7 +163,7 @@ def _body(*given, ways: list[Way], num_rows: int):
         first()
 
 
-def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: Groups, num_blocks):
+def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: GroupStarts, num_blocks):
     """This program's span of all items."""
     units, deep = walk.units, plan.division.deep
     total = num_blocks * walk.tiles * units
@@ -227,7 +227,7 @@ def _write_interpreted(plan: Plan, refs: Refs, me: Place, sums, place, limits, s
                 refs.out[s, group, me.ring, tile, j, :, rows] = part
 
 
-def grouped_stream(
+def grouped_matmul(
     x_RK: jax.Array,
     bytes_GKB: jax.Array,
     scale_GTN: jax.Array,

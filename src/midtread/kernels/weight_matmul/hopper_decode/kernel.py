@@ -45,7 +45,7 @@ from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, 
 from midtread.kernels.scaled_matmul.hopper import in_order
 from midtread.kernels.weight_matmul.hopper_decode import exchange
 from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
-from midtread.kernels.weight_matmul.hopper_decode.pipeline import Blocks, Plan
+from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks, Plan
 from midtread.numerics.formats import Format, dtype_bits
 
 FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
@@ -84,14 +84,14 @@ def _body(*given, plan: Plan):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
 
 
-def stream_matmul(
+def decode_matmul(
     x_MK: jax.Array,
     bytes_KB: jax.Array,
     scale_GN: jax.Array | None,
     last_N: jax.Array | None = None,
     *,
     fmt: Format,
-    blocks: Blocks,
+    blocks: DecodeBlocks,
     dtype=jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:

@@ -32,7 +32,7 @@ from midtread.numerics.formats import Format, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class DecodeBlocks:
     k: int = 64  # rows of the weight in one buffer
     stages: int = 4  # buffers of a ring, 2 or more
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
@@ -73,7 +73,7 @@ class Plan:
     """What the body needs to know beside its arguments."""
 
     fmt: Format
-    blocks: Blocks
+    blocks: DecodeBlocks
     group: int | None  # rows of the weight under one scale; None: all
     num_chunks: int  # blocks of the whole sum
     is_scaled: bool  # by columns, in the kernel

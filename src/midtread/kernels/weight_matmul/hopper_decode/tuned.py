@@ -15,19 +15,19 @@ from midtread.kernels.hopper.lanes import COLUMNS
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.tuned import has_own_table, table
 from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice
-from midtread.kernels.weight_matmul.hopper_decode.pipeline import Blocks as StreamBlocks
+from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
 HELD = 4096  # bytes of shared memory for the first rows and blocks of groups
 
 
-def stream_blocks(
+def decode_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
-) -> StreamBlocks | None:
+) -> DecodeBlocks | None:
     """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
     (num_k, num_n), best = shape, table(__file__)["stream"]
     for entry in best["blocks"]:
-        blocks = StreamBlocks(**entry["blocks"])
+        blocks = DecodeBlocks(**entry["blocks"])
         if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
             continue
         if entry.get("format", fmt.name) != fmt.name:
@@ -39,15 +39,15 @@ def stream_blocks(
         count = num_k // blocks.k, num_n // COLUMNS
         blocks = _shared(blocks, *count, entry["cluster"])
         spare = blocks.received(rows)
-        blocks = _stream_fit(blocks, fmt, rows, shape, group, spare)
+        blocks = _fitted(blocks, fmt, rows, shape, group, spare)
         if blocks is not None and blocks.is_ample(fmt, rows):
             return blocks
     return None
 
 
 def _shared(
-    blocks: StreamBlocks, chunks: int, tiles: int, largest: int
-) -> StreamBlocks:
+    blocks: DecodeBlocks, chunks: int, tiles: int, largest: int
+) -> DecodeBlocks:
     """With programs to share the sum of `chunks` blocks: clusters of `largest` at most, which
     write the result, if three quarters as many run at once as there are multiprocessors; or
     else pairs, as many as there is room for."""
@@ -66,7 +66,7 @@ def _resident() -> list[int]:
     return [num_cores(), num_cores() // 2]
 
 
-def stream_choices(
+def grouped_choices(
     fmt: Format, rows: float, shape: tuple[int, int], group: int | None
 ) -> tuple[Choice, ...]:
     """Of `rows` rows a group on average by weights [K, N] on Hopper: blocks for so many rows
@@ -75,19 +75,19 @@ def stream_choices(
     for entry in table(__file__)["groups"]:
         if entry["bits"] != dtype_bits(fmt.dtype) or entry["rows"] < rows:
             continue
-        best, each = StreamBlocks(**entry["blocks"]), entry["rows"]
+        best, each = DecodeBlocks(**entry["blocks"]), entry["rows"]
         for blocks in (best, dataclasses.replace(best, wide=1, deep=1)):
             spare = blocks.exchanged(each) + HELD
-            blocks = _stream_fit(blocks, fmt, each, shape, group, spare)
+            blocks = _fitted(blocks, fmt, each, shape, group, spare)
             if blocks is not None and shape[0] % (blocks.k * blocks.deep) == 0:
                 found.append(Choice(each, entry["cost"], blocks))
                 break
     return tuple(found[:2])
 
 
-def _stream_fit(
-    blocks: StreamBlocks, fmt: Format, rows: int, shape, group: int | None, spare=0
-) -> StreamBlocks | None:
+def _fitted(
+    blocks: DecodeBlocks, fmt: Format, rows: int, shape, group: int | None, spare=0
+) -> DecodeBlocks | None:
     """`blocks` with as many stages as there is memory for, beside `spare` bytes."""
     (num_k, num_n), least = shape, blocks.k
     fits = not group or group % least == 0 or (group >= 32 and least % group == 0)

@@ -41,13 +41,13 @@ from midtread.kernels.weight_matmul.hopper_prefill.pipeline import (
     GROUPS,
     OUT_COLUMNS,
     OUT_ROWS,
-    Blocks,
     Plan,
+    PrefillBlocks,
 )
 from midtread.numerics.formats import Format, dtype_bits
 
 
-def mixed_matmul(
+def prefill_matmul(
     x_MK: jax.Array,
     bytes_KB: jax.Array,
     scale_GN: jax.Array,
@@ -55,7 +55,7 @@ def mixed_matmul(
     *,
     fmt: Format,
     dtype,
-    blocks: Blocks,
+    blocks: PrefillBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """[M, N] in `dtype`, bfloat16 or float32: x times the codes' values, scaled.

@@ -48,7 +48,7 @@ def step(dtype) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class PrefillBlocks:
     rows: int = 256  # of the result, 256 at most
     k: int = 64  # of the sum, in one buffer
     stages: int = 5  # buffers
@@ -76,7 +76,7 @@ class Plan:
     """What the body needs to know beside its arguments."""
 
     fmt: Format
-    blocks: Blocks
+    blocks: PrefillBlocks
     dtype: np.dtype  # of the rows: bfloat16, or that of codes
     group: int | None  # rows of the weight under one scale; None: all
     chunks: int  # buffers full, of one program's part of the sum

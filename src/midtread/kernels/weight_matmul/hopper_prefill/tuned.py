@@ -10,14 +10,17 @@ from midtread.kernels.tuned import table
 from midtread.kernels.weight_matmul.hopper_prefill.pipeline import (
     COLUMNS as MIXED_COLUMNS,
 )
-from midtread.kernels.weight_matmul.hopper_prefill.pipeline import Blocks as MixedBlocks
-from midtread.kernels.weight_matmul.hopper_prefill.pipeline import inner, step
+from midtread.kernels.weight_matmul.hopper_prefill.pipeline import (
+    PrefillBlocks,
+    inner,
+    step,
+)
 from midtread.numerics.formats import Format, dtype_bits
 
 
-def mixed_blocks(
+def prefill_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtypes
-) -> MixedBlocks | None:
+) -> PrefillBlocks | None:
     """Of many rows by a weight [K, N] on Hopper; None if it does not divide.
 
     Args:
@@ -32,7 +35,7 @@ def mixed_blocks(
     cost = table(__file__)["mixed"][str(dtype_bits(dtypes[0]))]
     most = min(256, -(-rows // 32) * 32)
     found = [
-        mixed_time(MixedBlocks(rows=each, split=split), rows, shape, cost)
+        prefill_time(PrefillBlocks(rows=each, split=split), rows, shape, cost)
         for each in range(min(64, most), most + 1, 32)
         for split in range(1, 9)
         if num_k % (whole * split) == 0
@@ -45,9 +48,9 @@ def mixed_blocks(
     return dataclasses.replace(blocks, stages=blocks.most_stages(fmt, group, dtypes))
 
 
-def mixed_time(
-    blocks: MixedBlocks, rows: int, shape: tuple[int, int], cost: dict[str, float]
-) -> tuple[float, MixedBlocks]:
+def prefill_time(
+    blocks: PrefillBlocks, rows: int, shape: tuple[int, int], cost: dict[str, float]
+) -> tuple[float, PrefillBlocks]:
     """About how many ns it takes, and the blocks with the last round as it should be."""
     num_k, num_n = shape
     each = lambda rows: cost["block"] + cost["row"] * rows  # ns, for each of k
