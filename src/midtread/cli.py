@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 VERBS = {
     "train": "train a language model, or go on with a run",
+    "import": "make a run of a Hugging Face folder: midtread import <folder>",
     "quantize": "write a quantized checkpoint of a run: midtread quantize runs/a ...",
     "generate": "text from a checkpoint: midtread generate runs/a prompt=...",
     "eval": "held-out loss of checkpoints, side by side: midtread eval runs/a runs/b",
@@ -33,6 +34,25 @@ def _train(words: Sequence[str]) -> None:
             raise
         print(f"error: {processes.LOST}.", file=sys.stderr)
         processes.leave(2)
+
+
+def _import(words: Sequence[str]) -> None:
+    import time
+
+    from midtread.lm import huggingface, settings
+    from midtread.lm.config import require
+    from midtread.report.terminal import Terminal
+
+    found = settings.load_checkpoints(words)
+    require(len(found) == 1, "import takes one folder at a time.")
+    ((path, config),) = found
+    started = time.perf_counter()
+    made = huggingface.import_folder(config, path)
+    rate = made.nbytes / (time.perf_counter() - started) / 1e6
+    Terminal().say(
+        f"{made.folder}: {made.architecture}, {made.tensors:,} tensors, "
+        f"{made.nbytes:,} bytes, {rate:,.0f} MB/s"
+    )
 
 
 def _quantize(words: Sequence[str]) -> None:
@@ -163,6 +183,7 @@ def _explain(words: Sequence[str]) -> None:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
+    "import": _import,
     "quantize": _quantize,
     "generate": _generate,
     "eval": _eval,

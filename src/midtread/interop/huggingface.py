@@ -21,7 +21,8 @@ row makes one array [32, in, out]. `turned` exchanges the last two axes: torch k
 [out, in], Flax [in, out]. `part` takes some rows of a tensor; all rows of the table that
 name a tensor must take all of it between them.
 
-`read` goes from a folder to a tree, array by array, `write` back. A tensor that no row
+`read` goes from a folder to a tree, array by array, `write` back (`Arrays` and `Pieces` do
+it on demand, so that nothing is in memory twice). A tensor that no row
 names, a row without its tensor, and a tensor that is taken in part are refused by name, in
 both directions. Anything with `tensors` and `read` is a folder to them, so a reader of
 quantized files plugs in here: it says QArray where a folder says array, and codes are
@@ -37,7 +38,7 @@ import os
 import pathlib
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -311,28 +312,6 @@ def _words(text: str) -> list[str]:
 Table = Sequence[Row]
 
 
-def _check(source: Source, table: Table, known: Sequence[str] = ()) -> None:
-    """Refuses tensors that no row takes whole, and rows without tensors."""
-    taken: dict[str, list[Row]] = {}
-    for row in table:
-        for name, *_ in row.places():
-            taken.setdefault(name, []).append(row)
-            if name not in source.tensors:
-                raise ValueError(
-                    f"{source.name} has no tensor {name!r}, which {row.path!r} is made of. "
-                    f"{trees.near(name, source.tensors)}"
-                )
-    ignored = re.compile("|".join(known) or r"(?!)")
-    for name, tensor in source.tensors.items():
-        if name not in taken and not ignored.fullmatch(name):
-            raise ValueError(
-                f"{source.name} holds tensor {name!r}, which nothing is made of. "
-                f"{trees.near(name, taken)}"
-            )
-        if name in taken:
-            _check_parts(source.name, name, tensor.shape, taken[name])
-
-
 def _check_parts(where: str, name: str, shape: tuple[int, ...], rows: list[Row]):
     """The rows that name a tensor take every element of it once."""
     for row in rows:
@@ -360,29 +339,14 @@ def _check_parts(where: str, name: str, shape: tuple[int, ...], rows: list[Row])
 # --- reading ----------------------------------------------------------------------------------
 
 
-def read(
-    source: Source,
-    table: Table,
-    target: Mapping[str, Any] | None = None,
-    *,
-    put: Callable[[str, Any, Any], Any] | None = None,
-    ignored: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The arrays that a table makes of a folder, one after the other.
-
-    Each is filled tensor by tensor and then handed to `put`, so what is in memory besides
-    the result is one array.
+class Arrays(Mapping):
+    """The arrays that a table makes of a folder by path, each read when it is asked for.
 
     Args:
         source: a Folder, or a reader of quantized files that looks like one.
         table: a Row for every array.
         target: shapes by path; arrays of other shapes, or other paths, are refused.
-        put: (path, array, its target) -> what to keep of it: cast, sent to a device, or
-            quantized. By default a jax array in the dtype of the file.
         ignored: regular expressions for tensors that may be there and are not read.
-
-    Returns:
-        Arrays (QArrays where the source has them) by path, with slashes.
 
     Raises:
         ValueError: a name is missing or left over on either side, or a shape differs.
@@ -392,28 +356,88 @@ def read(
     >>> tensors = {f"h.{i}.w": np.full((2, 3), i, np.float32) for i in range(4)}
     >>> write_tensors(place, tensors, {})
     >>> table = [Row("h.{i}.w", "layers/kernel", {"i": range(4)}, turned=True)]
-    >>> read(Folder(place), table)["layers/kernel"].shape
+    >>> Arrays(Folder(place), table)["layers/kernel"].shape
     (4, 3, 2)
     """
-    _check(source, table, ignored)
-    put = put or (lambda path, array, like: jax.tree.map(jnp.array, array))
-    made = {}
-    for path, places in _by_path(table).items():
-        if target is not None and path not in target:
-            raise ValueError(
-                f"{path!r} is made of {source.name}, but the target does not have it. "
-                f"{trees.near(path, target)}"
-            )
-        _check_shape(source, path, places, target)
-        like = None if target is None else target[path]
-        made[path] = put(path, _array(source, places), like)
-    for path in target or ():
-        if path not in made:
-            raise ValueError(
-                f"no row makes {path!r} of {source.name}, and the target has it. "
-                f"{trees.near(path, made)}"
-            )
-    return made
+
+    def __init__(
+        self,
+        source: Source,
+        table: Table,
+        target: Mapping[str, Any] | None = None,
+        ignored: Sequence[str] = (),
+    ):
+        self.source, self._places = source, _by_path(table)
+        self._check_names(re.compile("|".join(ignored) or r"(?!)"))
+        self._check_paths(self._places if target is None else target)
+        for path, places in self._places.items():
+            _check_shape(source, path, places, target)
+
+    def _check_names(self, ignored: re.Pattern) -> None:
+        """Refuses tensors that no row takes whole, and rows without tensors."""
+        tensors, taken = self.source.tensors, {}
+        for path, places in self._places.items():
+            for row, name, _ in places:
+                taken.setdefault(name, []).append(row)
+                if name not in tensors:
+                    raise ValueError(
+                        f"{self.source.name} has no tensor {name!r}, which {path!r} is "
+                        f"made of. {trees.near(name, tensors)}"
+                    )
+        for name, tensor in tensors.items():
+            if name in taken:
+                _check_parts(self.source.name, name, tensor.shape, taken[name])
+            elif not ignored.fullmatch(name):
+                raise ValueError(
+                    f"{self.source.name} holds tensor {name!r}, which nothing is made of. "
+                    f"{trees.near(name, taken)}"
+                )
+
+    def _check_paths(self, target: Mapping[str, Any]) -> None:
+        for path in self._places:
+            if path not in target:
+                raise ValueError(
+                    f"{path!r} is made of {self.source.name}, but the target does not "
+                    f"have it. {trees.near(path, target)}"
+                )
+        for path in target:
+            if path not in self._places:
+                raise ValueError(
+                    f"no row makes {path!r} of {self.source.name}, and the target has it. "
+                    f"{trees.near(path, self._places)}"
+                )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, path: str) -> Any:
+        """An array of the host, or a QArray: of one tensor, or a stack filled one by one."""
+        return _array(self.source, self._places[path])
+
+
+def read(
+    source: Source,
+    table: Table,
+    target: Mapping[str, Any] | None = None,
+    *,
+    ignored: Sequence[str] = (),
+) -> dict[str, Any]:
+    """All arrays that a table makes of a folder, on the device; see `Arrays`.
+
+    Returns:
+        Arrays (QArrays where the source has them) by path, with slashes.
+
+    >>> import tempfile
+    >>> place = tempfile.mkdtemp()
+    >>> write_tensors(place, {"w": np.ones((2, 3), np.float32)}, {})
+    >>> read(Folder(place), [Row("w", "dense/kernel", turned=True)])["dense/kernel"].shape
+    (3, 2)
+    """
+    arrays = Arrays(source, table, target, ignored)
+    return {path: jax.tree.map(jnp.array, array) for path, array in arrays.items()}
 
 
 Places = list[tuple[Row, str, tuple[int, ...]]]  # row, tensor, index in the stack

@@ -37,7 +37,7 @@ from midtread.kernels import choose, wanted
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError
-from midtread.lm.layers import Linear, norm
+from midtread.lm.layers import Linear, norm, vector
 from midtread.model.provider import get_current_rule
 from midtread.model.running import disable_interceptions
 from midtread.numerics.qarray import QArray
@@ -54,6 +54,7 @@ class Place(NamedTuple):
 
     positions: jax.Array  # [B, T] in its document
     starts: jax.Array | None = None  # [B, T] where in the row its document begins
+    is_local: jax.Array | None = None  # [] whether this layer of a scan has a window
 
 
 def document_starts(segments: jax.Array) -> jax.Array:
@@ -82,7 +83,7 @@ class Seen:
     first: jax.Array
     stop: jax.Array
     is_causal: bool = False  # as many keys as queries, and stop is the query's next
-    is_packed: bool = False  # first depends on documents, not on the window alone
+    is_packed: bool = False  # first depends on more than the window
     window: int | None = None
 
     def mask(self, S: int) -> jax.Array:
@@ -91,11 +92,14 @@ class Seen:
         return (slots >= self.first[..., None]) & (slots < self.stop[..., None])
 
 
-def seen_by(place: Place, cache: Any = None, window: int | None = None) -> Seen:
+def seen_by(
+    place: Place, cache: Any = None, window: int | jax.Array | None = None
+) -> Seen:
     """What each token sees: its document up to itself, or the cache up to its slot.
 
     Args:
-        window: tokens that it looks at, itself among them; None: all before it.
+        window: tokens that it looks at, itself among them; None: all before it. An array
+            where layers of a scan differ.
     """
     index = place.positions.astype(jnp.int32)
     if cache is None:
@@ -107,6 +111,8 @@ def seen_by(place: Place, cache: Any = None, window: int | None = None) -> Seen:
         first = place.starts
     if window is not None:
         first = jnp.maximum(first, index - (window - 1))
+    if isinstance(window, jax.Array):  # known when it runs: ranges say it, not a number
+        return Seen(first, index + 1, cache is None, is_packed=True)
     return Seen(first, index + 1, cache is None, is_packed, window)
 
 
@@ -253,7 +259,8 @@ def _why_not_decode(call: Call) -> str | None:
         return "it is for a cache of codes (quantize_kvcache=true)"
     if call.softcap is not None or call.sinks is not None:
         return "it has no soft cap and no sinks"
-    if call.seen.window is not None or call.seen.is_causal:
+    seen = call.seen
+    if seen.window is not None or seen.is_packed or seen.is_causal:
         return "it sees a cache from its first slot"
     return choose.why_not_attend(call.q, call.k, call.v)
 
@@ -406,44 +413,77 @@ IMPLEMENTATIONS = {
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention."""
+    """Grouped-query attention.
 
-    def __init__(self, m: Model, rngs: nnx.Rngs):
+    Args:
+        is_local: whether this layer has the window; None: the place of its tokens says so,
+            as layers of a scan differ.
+    """
+
+    def __init__(self, m: Model, rngs: nnx.Rngs, is_local: bool | None = False):
         H, K, h, D = m.num_query_heads, m.num_kv_heads, m.head_dim, m.emb_dim
-        self.query = Linear(m, D, H * h, ("embed", "heads"), rngs)
-        self.key = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
-        self.value = Linear(m, D, K * h, ("embed", "kv_heads"), rngs)
-        self.out = Linear(m, H * h, D, ("heads", "embed"), rngs)
+        inner, outer = m.attention_bias != "none", m.attention_bias == "all"
+        self.query = Linear(m, D, H * h, ("embed", "heads"), rngs, inner)
+        self.key = Linear(m, D, K * h, ("embed", "kv_heads"), rngs, inner)
+        self.value = Linear(m, D, K * h, ("embed", "kv_heads"), rngs, inner)
+        self.out = Linear(m, H * h, D, ("heads", "embed"), rngs, outer)
         if m.use_qk_norm:
-            self.query_norm, self.key_norm = norm(m, h, rngs), norm(m, h, rngs)
-        self.shape, self.rope, self.norms = (H, K, h), rope.of(m), m.use_qk_norm
-        self.implementation = m.attention
+            each = m.qk_norm_scope == "head"
+            self.query_norm = norm(m, h if each else H * h, rngs)
+            self.key_norm = norm(m, h if each else K * h, rngs)
+        if m.attention_sink:
+            self.sinks = vector(m, H, "heads")
+        self.shape, self.norms = (H, h), m.use_qk_norm and m.qk_norm_scope
+        self.ropes = rope.of(m), rope.of(m, local=True)
+        self.scale = (m.query_pre_attn_scalar or h) ** -0.5 * self.ropes[0].logits_gain
+        self.softcap = m.attn_logits_soft_cap or None
+        self.is_local, self.window = is_local, m.sliding_window_size
+        self.has_sinks, self.implementation = m.attention_sink, m.attention
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
-        (H, K, h), (B, T, _) = self.shape, x.shape
-        q = self.query(x).reshape(B, T, H, h)
-        k = self.key(x).reshape(B, T, K, h)
-        v = self.value(x).reshape(B, T, K, h)
-        if self.norms:
+        (H, h), (B, T, _) = self.shape, x.shape
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.norms == "all":
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (self.rope.rotate(a, place.positions) for a in (q, k))
-        seen = seen_by(place, cache)
+        q, k, v = (a.reshape(B, T, -1, h) for a in (q, k, v))
+        if self.norms == "head":
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = self.turned(q, place), self.turned(k, place)
+        seen = seen_by(place, cache, self.window_at(place))
         if cache is not None:
             cache = cache.write(place.positions, k=k, v=v)
             k, v = cache.rows["k"], cache.rows["v"]
         out = attend(
             q, k, v, seen,
-            scale=self.rope.logits_gain * h**-0.5,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks[...] if self.has_sinks else None,
             implementation=self.implementation,
         )  # fmt: skip
         return self.out(out.reshape(B, T, H * h)), cache
+
+    def turned(self, x: jax.Array, place: Place) -> jax.Array:
+        """Queries or keys, turned by their positions."""
+        far, near = self.ropes
+        if self.is_local is not None or far == near:
+            return (near if self.is_local else far).rotate(x, place.positions)
+        width = int(x.shape[-1] * far.share)
+        both = near.frequencies(width), far.frequencies(width)
+        return far.rotate(x, place.positions, jnp.where(place.is_local, *both))
+
+    def window_at(self, place: Place) -> int | jax.Array | None:
+        """Tokens that this layer looks back on; None: all."""
+        if self.is_local is None:
+            return jnp.where(place.is_local, self.window, jnp.iinfo(jnp.int32).max)
+        return self.window if self.is_local else None
 
 
 class LatentAttention(nnx.Module):
     """DeepSeek's MLA: keys and values are read off a narrow latent, which is what a
     cache keeps, besides one rotary key that all heads share (arXiv 2405.04434)."""
 
-    def __init__(self, m: Model, rngs: nnx.Rngs):
+    def __init__(self, m: Model, rngs: nnx.Rngs, is_local: bool | None = False):
+        del is_local  # a config with windows and MLA is refused
         H, D, R = m.num_query_heads, m.emb_dim, m.kv_lora_rank
         nope, turned, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
         if m.q_lora_rank:

@@ -12,6 +12,7 @@ alone refuses it.
 """
 
 import contextlib
+import dataclasses
 import gc
 import io
 import json
@@ -22,10 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.lm import huggingface
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, UsageError, keys, require, section
 from midtread.lm.step import State
@@ -199,6 +202,9 @@ def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
     """(the folder of the weights, the config beside them) of a run or a checkpoint."""
     root = pathlib.Path(path).resolve()
     require(root.is_dir(), f"no such run or checkpoint: {path}.")
+    if published := huggingface.folder_in(root):
+        is_run = published != root
+        return published, root / ("config.yml" if is_run else "config.json")
     if (root / "params").is_dir():  # one checkpoint of a run, or a quantized one
         return root / "params", _config_above(root, path)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
@@ -217,18 +223,23 @@ def _config_above(folder: pathlib.Path, path: str) -> pathlib.Path:
 
 
 def config_of(path: str) -> Config:
-    """The config a checkpoint was made with."""
+    """The config a checkpoint was made with, or that a published model says."""
     from midtread.lm import settings
 
-    return settings.load([str(locate(path)[1])])
+    file = locate(path)[1]
+    if file.name == "config.json":
+        return settings.validate(huggingface.keys_of(file.parent))
+    return settings.load([str(file)])
 
 
 def require_same_model(config: Config, path: str) -> None:
     other = config_of(path)
+    free = {"max_target_length", "remat_policy", "attention", "dtype", "weight_dtype",
+            "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling"}  # fmt: skip
+    if huggingface.folder_in(path):
+        free.add("scan_layers")  # its layers are not stacked yet
     for name in keys(Model):
         here, there = getattr(config, name), getattr(other, name)
-        free = ("max_target_length", "remat_policy", "attention", "dtype", "weight_dtype",
-                "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling")  # fmt: skip
         require(
             here == there or name in free,
             f"{path} is from another model: {name}={there} there, {name}={here} here.",
@@ -263,6 +274,8 @@ def stored(path: str) -> nnx.State:
 def load_weights(path: str, like: nnx.State) -> nnx.State:
     """The weights of a run or checkpoint, in the shapes, dtypes and places of `like`."""
     weights, others = nnx.split_state(like, nnx.Param, ...)
+    if folder := huggingface.folder_in(path):
+        return nnx.merge_state(_published(path, folder, weights), others)
     shape = lambda x, there: jax.ShapeDtypeStruct(
         x.shape, there.dtype, sharding=getattr(x, "sharding", None) or _here()
     )
@@ -274,9 +287,39 @@ def load_weights(path: str, like: nnx.State) -> nnx.State:
     return nnx.merge_state(weights, others)
 
 
+def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State:
+    """Weights of a Hugging Face folder, one array after the other."""
+    found = huggingface.arrays(folder, _stacked_as(path, weights))
+    weights = jax.tree.map(lambda x: x, weights)
+    pure = flax.traverse_util.flatten_dict(nnx.to_pure_dict(weights), sep="/")
+    made = {}
+    for name, like in pure.items():
+        where = getattr(like, "sharding", None) or _here()
+        made[name] = jax.device_put(found[name].astype(like.dtype), where)
+    nnx.replace_by_pure_dict(weights, flax.traverse_util.unflatten_dict(made, sep="/"))
+    return weights
+
+
+def _stacked_as(path: str, weights: nnx.State) -> Model:
+    """The model of a folder, with its layers stacked, or a list, as in `weights`."""
+    from midtread.lm import architectures
+
+    m = section(config_of(path), Model)
+    names = {"/".join(map(str, p)) for p, _ in nnx.to_flat_state(weights)}
+    scanned = dataclasses.replace(m, scan_layers=True)
+    is_scanned = names == set(architectures.shapes(scanned))
+    return dataclasses.replace(m, scan_layers=is_scanned)
+
+
 def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Those weights of a run that `wanted` has, each held against its checksum."""
     import orbax.checkpoint as ocp
+
+    if folder := huggingface.folder_in(path):
+        found = huggingface.arrays(folder, section(config_of(path), Model))
+        flat = flax.traverse_util.flatten_dict(wanted, sep="/")
+        got = {k: jax.device_put(found[k].astype(v.dtype)) for k, v in flat.items()}
+        return flax.traverse_util.unflatten_dict(got, sep="/")
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder, _ = locate(path)

@@ -97,9 +97,51 @@ class Model:
     rope_scaling: str = key(
         "", "for longer texts than pretraining's: 'yarn,factor:40,...' or 'llama3,...'"
     )
+    partial_rotary_factor: float = key(
+        1.0, "share of a head that the rotary embedding turns", above=0, at_most=1
+    )
+    rope_interleave: bool = key(
+        False, "pairs are neighbours, not halves of a head (DeepSeek)"
+    )
+    local_rope_max_timescale: float = key(
+        0.0, "base in layers with a window, not stretched; 0: as in others", at_least=0
+    )
     normalization_layer_epsilon: float = key(1e-6, "inside RMSNorm", above=0)
-    use_qk_norm: bool = key(False, "RMSNorm of queries and keys, per head (Qwen3)")
+    norm_scale_offset: bool = key(False, "RMSNorm multiplies by 1 + scale (Gemma)")
+    norm_placement: Literal["pre", "post", "both"] = key(
+        "pre", "norms before attention and MLP, after (OLMo 2), or both (Gemma 2)"
+    )
+    use_qk_norm: bool = key(False, "RMSNorm of queries and keys")
+    qk_norm_scope: Literal["head", "all"] = key(
+        "head", "of every head by itself (Qwen3), or of all together (OLMo 2)"
+    )
+    embedding_gain: float | None = key(
+        None, "times an embedded token; unset: sqrt(emb_dim)", above=0
+    )
     logits_via_embedding: bool = key(True, "the head is the embedding, transposed")
+    final_logits_soft_cap: float = key(
+        0.0, "c: logits are c tanh(logit / c); 0: as they are", at_least=0
+    )
+    attn_logits_soft_cap: float = key(0.0, "the same, inside attention", at_least=0)
+    query_pre_attn_scalar: float | None = key(
+        None, "attention's logits over its root; unset: width of a head", above=0
+    )
+    attention_bias: Literal["none", "qkv", "all"] = key(
+        "none", "projections with a bias: queries, keys, values (Qwen2); and the output"
+    )
+    attention_sink: bool = key(
+        False, "every head has a logit that takes weight and gives nothing (gpt-oss)"
+    )
+    sliding_window_size: int = key(
+        0, "tokens that a layer looks back on, itself included; 0: all", at_least=0
+    )
+    layer_pattern: str = key(
+        "", "layers with the window, repeated: 'LLLLLG', L with, G without; '': all"
+    )
+    mlp_activation: Literal["silu", "gelu", "clipped_silu"] = key(
+        "silu", "of the gate; gelu: by tanh (Gemma); clipped_silu: gpt-oss's"
+    )
+    mlp_bias: bool = key(False, "MLPs, experts and router have biases")
     attention_type: Literal["gqa", "mla"] = key(
         "gqa", "mla: DeepSeek's latent attention"
     )
@@ -118,6 +160,9 @@ class Model:
     first_num_dense_layers: int = key(0, "layers before the first MoE one", at_least=0)
     routed_score_func: Literal["softmax", "sigmoid"] = key(
         "softmax", "router's scores; sigmoid has a bias for choosing (DeepSeek-V3)"
+    )
+    norm_topk_prob: bool = key(
+        True, "weights of a token's experts are made to sum to 1"
     )
     routed_scaling_factor: float = key(1.0, "times the weights of experts", above=0)
     n_routing_groups: int = key(1, "groups of experts (DeepSeek-V3: 8)", at_least=1)
@@ -147,6 +192,13 @@ class Model:
                 f"{name}={getattr(self, name)} is odd: the rotary embedding turns pairs.",
             )
         require(
+            int(self.head_dim * self.partial_rotary_factor) % 2 == 0,
+            f"partial_rotary_factor={self.partial_rotary_factor} turns "
+            f"{int(self.head_dim * self.partial_rotary_factor)} of head_dim="
+            f"{self.head_dim}: the rotary embedding turns pairs.",
+        )
+        self._check_windows()
+        require(
             self.num_experts_per_tok <= self.num_experts,
             f"num_experts_per_tok={self.num_experts_per_tok} is more than "
             f"num_experts={self.num_experts}.",
@@ -172,6 +224,44 @@ class Model:
             f"num_experts_per_tok={self.num_experts_per_tok}, but topk_routing_group="
             f"{self.topk_routing_group} leaves {open_to_a_token} experts to choose from.",
         )
+
+    def _check_windows(self):
+        """Keys that say nothing without one another are refused."""
+        pattern, window = self.layer_pattern, self.sliding_window_size
+        require(
+            set(pattern) <= {"L", "G"},
+            f"layer_pattern={pattern} should be made of L (window) and G (none).",
+        )
+        require(
+            window or "L" not in pattern,
+            f"layer_pattern={pattern} has layers with a window: give sliding_window_size.",
+        )
+        require(
+            window or not self.local_rope_max_timescale,
+            "local_rope_max_timescale is for layers with a window: give "
+            "sliding_window_size.",
+        )
+        if self.attention_type == "mla":
+            plain = Model.__dataclass_fields__
+            for name in NOT_MLA:
+                require(
+                    getattr(self, name) == plain[name].default,
+                    f"{name}={getattr(self, name)} means nothing with attention_type=mla.",
+                )
+
+    @property
+    def has_window(self) -> tuple[bool, ...]:
+        """Of every layer, whether it has a window."""
+        pattern = self.layer_pattern or ("L" if self.sliding_window_size else "G")
+        return tuple(
+            pattern[i % len(pattern)] == "L" for i in range(self.num_decoder_layers)
+        )
+
+
+# keys that latent attention does not look at
+NOT_MLA = ("use_qk_norm", "partial_rotary_factor", "attn_logits_soft_cap",
+           "query_pre_attn_scalar", "attention_bias", "attention_sink",
+           "sliding_window_size")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,6 +416,11 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
             not (self.quant and self.quantization),
             f"quant (rules of your own) and quantization={self.quantization} are both "
             "given: drop one.",
+        )
+        require(
+            not (self.mlp_bias and self.expert_dispatch != "xla"),
+            f"expert_dispatch={self.expert_dispatch} has no place for experts' biases "
+            "(mlp_bias): write expert_dispatch=xla.",
         )
         require(
             (self.weight_sparsity_n is None) == (self.weight_sparsity_m is None),

@@ -19,20 +19,38 @@ def named(init, *names: str | None):
     return nnx.with_partitioning(init, names, eager_sharding=False)
 
 
-class Linear(nnx.Module):
-    """x @ kernel, in the compute dtype whatever the kernel is kept in."""
+def vector(m: Model, width: int | tuple[int, ...], *names: str | None) -> nnx.Param:
+    """Zeros to learn: a bias, or sinks."""
+    init = named(nnx.initializers.zeros_init(), *names)
+    shape = width if isinstance(width, tuple) else (width,)
+    return nnx.Param(init(jax.random.key(0), shape, jnp.dtype(m.weight_dtype)))
 
-    def __init__(self, m: Model, din: int, dout: int, names: tuple, rngs: nnx.Rngs):
+
+class Linear(nnx.Module):
+    """x @ kernel + bias, in the compute dtype whatever they are kept in."""
+
+    def __init__(
+        self,
+        m: Model,
+        din: int,
+        dout: int,
+        names: tuple,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+    ):
         init = named(INIT, *names)
         self.kernel = nnx.Param(
             init(rngs.params(), (din, dout), jnp.dtype(m.weight_dtype))
         )
-        self.dtype = jnp.dtype(m.dtype)
+        if bias:
+            self.bias = vector(m, dout, names[-1])
+        self.dtype, self.has_bias = jnp.dtype(m.dtype), bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...], self.dtype)
         sums = (((x.ndim - 1,), (0,)), ((), ()))
-        return jax.lax.dot_general(x, kernel, sums, preferred_element_type=self.dtype)
+        out = jax.lax.dot_general(x, kernel, sums, preferred_element_type=self.dtype)
+        return out + self.bias[...].astype(self.dtype) if self.has_bias else out
 
 
 class Embed(nnx.Embed):
@@ -45,7 +63,10 @@ class Embed(nnx.Embed):
         return rows.astype(self.dtype)
 
 
-def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
+def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.Module:
+    """RMSNorm as the config has it."""
+    if m.norm_scale_offset:
+        return OffsetNorm(m, width, name)
     return nnx.RMSNorm(
         width,
         epsilon=m.normalization_layer_epsilon,
@@ -54,3 +75,32 @@ def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.R
         scale_init=named(nnx.initializers.ones_init(), name),
         rngs=rngs,
     )
+
+
+class OffsetNorm(nnx.Module):
+    """RMSNorm whose scale is kept as its distance from 1, where bfloat16 is finest
+    (Gemma)."""
+
+    def __init__(self, m: Model, width: int, name: str | None):
+        self.scale = vector(m, width, name)
+        self.epsilon, self.dtype = m.normalization_layer_epsilon, jnp.dtype(m.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        out = wide * jax.lax.rsqrt(mean + self.epsilon)
+        return (out * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
+
+
+def _clipped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gpt-oss: both within 7, the gate a sigmoid of 1.702 times it, up from 1 on."""
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+# what an MLP makes of its gate and of what is gated
+GATES = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clipped_silu": _clipped_silu,
+}

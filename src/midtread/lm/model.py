@@ -28,7 +28,7 @@ from midtread.lm import blockwise, split
 from midtread.lm.attention import Attention, LatentAttention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
-from midtread.lm.layers import Embed, Linear, named, norm
+from midtread.lm.layers import GATES, Embed, Linear, named, norm
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
@@ -47,25 +47,41 @@ STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
 class Mlp(nnx.Module):
-    """SwiGLU."""
+    """Gated: SwiGLU, or with another activation."""
 
     def __init__(self, m: Model, width: int, rngs: nnx.Rngs):
-        self.wi_0 = Linear(m, m.emb_dim, width, ("embed", "mlp"), rngs)
-        self.wi_1 = Linear(m, m.emb_dim, width, ("embed", "mlp"), rngs)
-        self.wo = Linear(m, width, m.emb_dim, ("mlp", "embed"), rngs)
+        self.wi_0 = Linear(m, m.emb_dim, width, ("embed", "mlp"), rngs, m.mlp_bias)
+        self.wi_1 = Linear(m, m.emb_dim, width, ("embed", "mlp"), rngs, m.mlp_bias)
+        self.wo = Linear(m, width, m.emb_dim, ("mlp", "embed"), rngs, m.mlp_bias)
+        self.activation = m.mlp_activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(jax.nn.silu(self.wi_0(x)) * self.wi_1(x))
+        return self.wo(GATES[self.activation](self.wi_0(x), self.wi_1(x)))
 
 
 class Layer(nnx.Module):
-    """One layer; `sparse` ones have experts."""
+    """One layer; `sparse` ones have experts, `is_local` ones a window (None: some of the
+    layers that are scanned together).
 
-    def __init__(self, m: Model, sparse: bool, rngs: nnx.Rngs):
-        self.pre_self_attention_layer_norm = norm(m, m.emb_dim, rngs, "embed")
+    The norm before the MLP is called post_self_attention_layer_norm, as MaxText has it; those
+    after attention and MLP, where a model has them, are post_attention_norm and
+    post_mlp_norm.
+    """
+
+    def __init__(
+        self, m: Model, sparse: bool, rngs: nnx.Rngs, is_local: bool | None = False
+    ):
+        make_norm = lambda: norm(m, m.emb_dim, rngs, "embed")
+        self.is_before = m.norm_placement != "post"
+        self.is_after = m.norm_placement != "pre"
+        if self.is_before:
+            self.pre_self_attention_layer_norm = make_norm()
         attention = LatentAttention if m.attention_type == "mla" else Attention
-        self.self_attention = attention(m, rngs)
-        self.post_self_attention_layer_norm = norm(m, m.emb_dim, rngs, "embed")
+        self.self_attention = attention(m, rngs, is_local)
+        if self.is_before:
+            self.post_self_attention_layer_norm = make_norm()
+        if self.is_after:
+            self.post_attention_norm, self.post_mlp_norm = make_norm(), make_norm()
         self.sparse = sparse
         if sparse:
             self.MoeBlock_0 = Moe(m, rngs)
@@ -82,27 +98,32 @@ class Layer(nnx.Module):
             x, cache = self.attention(x, place, cache)
             x, load = self.feed(x)
             return x, self.balance([load]), cache
-        first = lambda part: self.attention(part[0], part[1], None)[0]
+        local, place = place.is_local, place._replace(is_local=None)  # of no row
+        first = lambda part: self.attention(
+            part[0], part[1]._replace(is_local=local), None
+        )[0]
         xs = split.staggered(first, split.cut((x, place), count))
         made = split.staggered(self.feed, xs)
         xs, loads = zip(*made)
         return split.join(xs), self.balance(loads), cache
 
     def attention(self, x: jax.Array, place: Place, cache: Any):
-        y, cache = self.self_attention(
-            self.pre_self_attention_layer_norm(x), place, cache
-        )
+        y = self.pre_self_attention_layer_norm(x) if self.is_before else x
+        y, cache = self.self_attention(y, place, cache)
+        y = self.post_attention_norm(y) if self.is_after else y
         return keep_rows(x + y), cache
 
     def feed(self, x: jax.Array):
         """The stream after the MLP or the experts, and the router's load if any."""
-        y = self.post_self_attention_layer_norm(x)
-        if not self.sparse:
-            return keep_rows(x + self.mlp(y)), None
-        routed, load = self.MoeBlock_0(y)
-        if hasattr(self, "shared_experts"):
-            routed = routed + self.shared_experts(y)
-        return keep_rows(x + routed), load
+        y, load = self.post_self_attention_layer_norm(x) if self.is_before else x, None
+        if self.sparse:
+            made, load = self.MoeBlock_0(y)
+            if hasattr(self, "shared_experts"):
+                made = made + self.shared_experts(y)
+        else:
+            made = self.mlp(y)
+        made = self.post_mlp_norm(made) if self.is_after else made
+        return keep_rows(x + made), load
 
     def balance(self, loads) -> jax.Array:
         return self.MoeBlock_0.balance(loads) if self.sparse else jnp.zeros(())
@@ -111,24 +132,26 @@ class Layer(nnx.Module):
 class Stack(nnx.Module):
     """Layers of one kind that follow each other: a list of modules, not scanned."""
 
-    def __init__(self, m: Model, sparse: bool, count: int, rngs: nnx.Rngs):
-        for i in range(count):
-            setattr(self, str(i), Layer(m, sparse, rngs))
-        self.count = count
+    def __init__(self, m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs):
+        for i, is_local in enumerate(local):
+            setattr(self, str(i), Layer(m, sparse, rngs, is_local))
+        self.count = len(local)
 
     def __iter__(self):
         return (getattr(self, str(i)) for i in range(self.count))
 
 
-def stack(m: Model, sparse: bool, count: int, rngs: nnx.Rngs) -> nnx.Module:
+def stack(m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs) -> nnx.Module:
+    """Layers of one kind, one for each of `local`, which says whether it has a window."""
     if not m.scan_layers:
-        return Stack(m, sparse, count, rngs)
+        return Stack(m, sparse, local, rngs)
+    is_local = local[0] if len(set(local)) == 1 else None
     make = nnx.vmap(
-        lambda rngs: Layer(m, sparse, rngs),
+        lambda rngs: Layer(m, sparse, rngs, is_local),
         in_axes=0,
         transform_metadata=STACKED,
     )
-    return make(rngs.split(count))
+    return make(rngs.split(len(local)))
 
 
 class Decoder(nnx.Module):
@@ -137,14 +160,14 @@ class Decoder(nnx.Module):
     def __init__(self, m: Model, rngs: nnx.Rngs):
         first = m.first_num_dense_layers if m.num_experts > 1 else 0
         kinds = {  # MaxText's names: what a rule's module_path is written for
-            "dense_layers": (False, first),
-            "moe_layers": (True, m.num_decoder_layers - first),
+            "dense_layers": (False, m.has_window[:first]),
+            "moe_layers": (True, m.has_window[first:]),
         }
         if not first:
-            kinds = {"layers": (m.num_experts > 1, m.num_decoder_layers)}
-        self.kinds = tuple((k, count) for k, (_, count) in kinds.items() if count)
-        for name, count in self.kinds:
-            setattr(self, name, stack(m, kinds[name][0], count, rngs))
+            kinds = {"layers": (m.num_experts > 1, m.has_window)}
+        self.kinds = tuple((k, local) for k, (_, local) in kinds.items() if local)
+        for name, local in self.kinds:
+            setattr(self, name, stack(m, kinds[name][0], local, rngs))
         self.decoder_norm = norm(m, m.emb_dim, rngs, "embed")
         if not m.logits_via_embedding:
             self.logits_dense = Linear(
@@ -154,10 +177,13 @@ class Decoder(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, caches: dict | None):
         balance, written = jnp.zeros(()), {}
-        for name, _ in self.kinds:
+        for name, local in self.kinds:
             cache = None if caches is None else caches[name]
-            run = self._scan if self.scanned else self._loop
-            x, more, written[name] = run(name, x, place, cache)
+            if self.scanned:
+                made = self._scan(name, x, place, cache, local)
+            else:
+                made = self._loop(name, x, place, cache)
+            x, more, written[name] = made
             balance += more
         return x, balance, None if caches is None else written
 
@@ -179,11 +205,13 @@ class Decoder(nnx.Module):
             written = jax.tree.map(lambda *a: jnp.stack(a), *written)
         return x, balance, written
 
-    def _scan(self, name, x, place, caches):
+    def _scan(self, name, x, place, caches, local):
         layers = getattr(self, name)
+        differ = jnp.asarray(local) if len(set(local)) > 1 else None
 
-        def body(carry, layer, cache, place):
+        def body(carry, layer, cache, place, is_local):
             x, balance = carry
+            place = place._replace(is_local=is_local)
             x, more, cache = self._one(name)(layer, x, place, cache)
             return (x, balance + more), cache
 
@@ -193,11 +221,11 @@ class Decoder(nnx.Module):
         own = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: 0}) if runs_on else 0
         scan = nnx.scan(
             body,
-            in_axes=(nnx.Carry, own, 0, None),
+            in_axes=(nnx.Carry, own, 0, None, 0),
             out_axes=(nnx.Carry, 0),
             transform_metadata=STACKED,
         )
-        (x, balance), written = scan((x, jnp.zeros(())), layers, caches, place)
+        (x, balance), written = scan((x, jnp.zeros(())), layers, caches, place, differ)
         return x, balance, written
 
 
@@ -248,7 +276,8 @@ class Transformer(nnx.Module):
         self.num_ahead = m.mtp_num_layers
         for i in range(m.mtp_num_layers):
             setattr(self, f"mtp_block_{i}" if i else "mtp_block", MtpBlock(m, rngs))
-        self.tied, self.gain = m.logits_via_embedding, m.emb_dim**0.5
+        self.tied, self.soft_cap = m.logits_via_embedding, m.final_logits_soft_cap
+        self.gain = m.emb_dim**0.5 if m.embedding_gain is None else m.embedding_gain
 
     def __call__(
         self,
@@ -298,8 +327,14 @@ class Transformer(nnx.Module):
     def _head(self) -> tuple[nnx.Module, Callable]:
         """The module that makes logits, and how it is called."""
         if self.tied:
-            return self.token_embedder, lambda table, x: table.attend(x)
-        return self.decoder.logits_dense, lambda dense, x: dense(x)
+            return self.token_embedder, lambda table, x: self.capped(table.attend(x))
+        return self.decoder.logits_dense, lambda dense, x: self.capped(dense(x))
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """c tanh(logits / c), where the config has a c."""
+        if not self.soft_cap:
+            return logits
+        return self.soft_cap * jnp.tanh(logits.astype(jnp.float32) / self.soft_cap)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from midtread.lm import ring
 from midtread.lm.config import Model
-from midtread.lm.layers import Linear
+from midtread.lm.layers import GATES, Linear, vector
 
 
 class Load(NamedTuple):
@@ -33,7 +33,7 @@ class Load(NamedTuple):
 class Moe(nnx.Module):
     def __init__(self, m: Model, rngs: nnx.Rngs):
         E, D, F = m.num_experts, m.emb_dim, m.moe_mlp_dim
-        self.gate = Linear(m, D, E, ("embed", None), rngs)
+        self.gate = Linear(m, D, E, ("embed", None), rngs, m.mlp_bias)
         dtype = jnp.dtype(m.weight_dtype)
         # fan-in is that of one expert
         init = nnx.initializers.variance_scaling(
@@ -45,6 +45,10 @@ class Moe(nnx.Module):
         self.wi_0 = make(("experts", "embed", "mlp"), E, D, F)
         self.wi_1 = make(("experts", "embed", "mlp"), E, D, F)
         self.wo = make(("experts", "mlp", "embed"), E, F, D)
+        if m.mlp_bias:
+            self.wi_0_bias = vector(m, (E, F), "experts", "mlp")
+            self.wi_1_bias = vector(m, (E, F), "experts", "mlp")
+            self.wo_bias = vector(m, (E, D), "experts", "embed")
         if m.routed_score_func == "sigmoid":  # DeepSeek-V3: steers the choice alone
             self.routed_bias = nnx.Param(jnp.zeros((E,), jnp.float32))
         self.m = m
@@ -74,11 +78,18 @@ class Moe(nnx.Module):
         rows = jnp.take(x_ND, order // m.num_experts_per_tok, axis=0)
         sizes = jnp.bincount(pairs, length=count).astype(jnp.int32)
         dtype = jnp.dtype(m.dtype)
-        grouped = lambda a, w: jax.lax.ragged_dot(
-            a, jnp.asarray(w[...], dtype), sizes, preferred_element_type=dtype
-        )
-        hidden = jax.nn.silu(grouped(rows, self.wi_0)) * grouped(rows, self.wi_1)
-        out = grouped(hidden, self.wo)
+        owners = jnp.take(pairs, order) if m.mlp_bias else None
+
+        def grouped(a, name):
+            w = jnp.asarray(getattr(self, name)[...], dtype)
+            out = jax.lax.ragged_dot(a, w, sizes, preferred_element_type=dtype)
+            if owners is None:
+                return out
+            bias = getattr(self, f"{name}_bias")[...].astype(dtype)
+            return out + jnp.take(bias, owners, axis=0, mode="clip")
+
+        gate = GATES[m.mlp_activation]
+        out = grouped(gate(grouped(rows, "wi_0"), grouped(rows, "wi_1")), "wo")
         if not is_all:  # rows beyond all groups
             inside = jnp.arange(len(out)) < jnp.sum(sizes)
             out = jnp.where(inside[:, None], out, jnp.zeros_like(out))
@@ -98,7 +109,8 @@ class Moe(nnx.Module):
         choice_NE = within_best_groups(m, choice_NE)
         _, chosen_Nk = jax.lax.top_k(choice_NE, m.num_experts_per_tok)
         weights_Nk = jnp.take_along_axis(scores_NE, chosen_Nk, axis=1)
-        weights_Nk /= jnp.sum(weights_Nk, axis=1, keepdims=True) + 1e-20
+        if m.norm_topk_prob:
+            weights_Nk /= jnp.sum(weights_Nk, axis=1, keepdims=True) + 1e-20
         share_E = jnp.mean(
             jax.nn.one_hot(chosen_Nk, m.num_experts, dtype=jnp.float32), axis=(0, 1)
         )

@@ -6,20 +6,31 @@ makes a turn in 2 pi tokens, the last ones in more than any text has. A model tr
 
     llama3    w / factor where a turn takes more than original / low_freq_factor tokens, w
               where less than original / high_freq_factor, between them a mean of both
+    linear    w / factor: every pair is slowed alike
+    longrope  w / f_i with a factor for each pair, `short_factor` for rows of up to
+              `original` tokens (max_target_length), `long_factor` for longer ones; and
+              cos and sin grow by sqrt(1 + ln(factor) / ln(original)) (arXiv 2402.13753)
     yarn      w / factor where the original text has fewer than beta_slow turns, w where
               more than beta_fast, between them a ramp over i (arXiv 2309.00071, 3.2); and
               logits grow with the length, since so many tokens share the attention:
               by m(mscale) / m(mscale_all_dim) in cos and sin, and by m(mscale_all_dim)^2
-              after the sum, m(s) = 0.1 s ln(factor) + 1
+              after the sum, m(s) = 0.1 s ln(factor) + 1; truncate:0 leaves the ends of
+              the ramp between pairs, and attention_factor is the gain of cos and sin
+              where it is given
 
 Numbers are named as `rope_scaling` of a Hugging Face config names them:
 
     rope_scaling=yarn,factor:40,original_max_position_embeddings:4096,mscale:1,mscale_all_dim:1
+
+Lists are written with slashes: short_factor:1/1.1/1.25. With `partial_rotary_factor` only
+the first pairs of a head are turned, and with `rope_interleave` a pair is (2 i, 2 i + 1) and
+not (i, i + n). Layers with a window may have a base of their own (`of(m, local=True)`).
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +41,15 @@ from midtread.model.rules import did_you_mean
 ORIGINAL = "original_max_position_embeddings"
 REQUIRED = {"factor": None, ORIGINAL: None}
 #  kind       its numbers; None: must be given
-KINDS: dict[str, dict[str, float | None]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "": {},
+    "linear": {"factor": None},
+    "longrope": {
+        **REQUIRED,
+        "short_factor": None,
+        "long_factor": None,
+        "attention_factor": 0.0,
+    },
     "llama3": {**REQUIRED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {
         **REQUIRED,
@@ -39,8 +57,11 @@ KINDS: dict[str, dict[str, float | None]] = {
         "beta_slow": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
+        "attention_factor": 0.0,
+        "truncate": 1.0,
     },
 }
+LISTS = ("short_factor", "long_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +70,10 @@ class Rope:
 
     base: float
     kind: str = ""
-    numbers: tuple[tuple[str, float], ...] = ()
+    numbers: tuple[tuple[str, Any], ...] = ()
+    share: float = 1.0  # of a head that is turned
+    is_interleaved: bool = False  # pairs are neighbours
+    is_long: bool = False  # longrope: rows are longer than pretraining's
 
     def frequencies(self, width: int) -> jax.Array:
         """Radians per token of each pair."""
@@ -57,24 +81,50 @@ class Rope:
         w = self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
         if not self.kind:
             return w
+        numbers = dict(self.numbers)
+        if self.kind == "linear":
+            return w / numbers["factor"]
+        if self.kind == "longrope":
+            factors = numbers["long_factor" if self.is_long else "short_factor"]
+            return w / _as_many(factors, half)
         stretch = {"llama3": _llama3, "yarn": _yarn}[self.kind]
-        return stretch(w, self.base, width, **dict(self.numbers))
+        return stretch(w, self.base, width, **numbers)
 
-    def rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """x [B, T, heads, width]: pairs (i, i + width / 2) are turned."""
-        half = x.shape[-1] // 2
-        frequency = self.frequencies(x.shape[-1])
+    def rotate(
+        self, x: jax.Array, positions: jax.Array, frequency: jax.Array | None = None
+    ) -> jax.Array:
+        """x [B, T, heads, width]: pairs are turned, (i, i + width / 2) or neighbours.
+
+        Args:
+            frequency: in place of `frequencies`, for a layer that is told which to take.
+        """
+        turned = int(x.shape[-1] * self.share)
+        x, rest = x[..., :turned], x[..., turned:]
+        frequency = self.frequencies(turned) if frequency is None else frequency
         angle = positions[:, :, None, None].astype(jnp.float32) * frequency
         sin, cos = jnp.sin(angle), jnp.cos(angle)
         if self.gain != 1:
             sin, cos = sin * self.gain, cos * self.gain
-        a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-        turned = [a * cos - b * sin, b * cos + a * sin]
-        return jnp.concatenate(turned, -1).astype(x.dtype)
+        if self.is_interleaved:
+            a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+        else:
+            half = turned // 2
+            a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+        # of neighbours too, halves come out: queries and keys alike, so products are the same
+        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(
+            x.dtype
+        )
+        return jnp.concatenate([out, rest], -1) if rest.shape[-1] else out
 
     @property
     def gain(self) -> float:
         """Times cos and sin."""
+        numbers = dict(self.numbers)
+        if numbers.get("attention_factor"):
+            return numbers["attention_factor"]
+        if self.kind == "longrope":
+            long = max(math.log(numbers["factor"]) / math.log(numbers[ORIGINAL]), 0)
+            return math.sqrt(1 + long)
         return self._m("mscale") / self._m("mscale_all_dim")
 
     @property
@@ -89,8 +139,11 @@ class Rope:
         return max(0.1 * numbers[name] * math.log(numbers["factor"]) + 1, 1.0)
 
 
-def of(m: Model) -> Rope:
-    """The one that a config asks for."""
+def of(m: Model, local: bool = False) -> Rope:
+    """The one that a config asks for; `local`: in layers with a window."""
+    pairs = (m.partial_rotary_factor, m.rope_interleave)
+    if local and m.local_rope_max_timescale:
+        return Rope(m.local_rope_max_timescale, "", (), *pairs)
     text = m.rope_scaling
     kind, *parts = text.replace(" ", "").split(",")
     require(kind in KINDS, f"rope_scaling={text}: {did_you_mean(kind, KINDS)}")
@@ -109,25 +162,41 @@ def of(m: Model) -> Rope:
         f"{kind},{','.join(f'{name}:<number>' for name in missing)}.",
     )
     _check(text, numbers)
-    return Rope(m.rope_max_timescale, kind, tuple(numbers.items()))
+    is_long = m.max_target_length > numbers.get(ORIGINAL, math.inf)
+    return Rope(m.rope_max_timescale, kind, tuple(numbers.items()), *pairs, is_long)
 
 
-def _number(text: str, part: str, number: str) -> float:
+def _as_many(factors: tuple[float, ...], half: int) -> jax.Array:
+    require(
+        len(factors) == half,
+        f"rope_scaling has {len(factors)} factors in a list, but a head has {half} pairs.",
+    )
+    return jnp.asarray(factors, jnp.float32)
+
+
+def _number(text: str, part: str, number: str) -> Any:
     try:
+        if part.startswith(LISTS):
+            return tuple(map(float, number.split("/")))
         return float(number)
     except ValueError:
         message = f"rope_scaling={text}: {part} should be <name>:<number>."
         raise UsageError(message) from None
 
 
-def _check(text: str, numbers: Mapping[str, float]) -> None:
-    for name, number in numbers.items():
-        least = {"factor": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}.get(name, 1e-9)
-        require(
-            math.isfinite(number) and number >= least,
-            f"rope_scaling={text}: {name}:{number:g} is out of range, it must be at least "
-            f"{least:g}.",
-        )
+LEAST = {"factor": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 0.0,
+         "truncate": 0.0}  # fmt: skip
+
+
+def _check(text: str, numbers: Mapping[str, Any]) -> None:
+    for name, given in numbers.items():
+        least = LEAST.get(name, 1e-9)
+        for number in given if name in LISTS else (given,):
+            require(
+                math.isfinite(number) and number >= least,
+                f"rope_scaling={text}: {name}:{number:g} is out of range, it must be at "
+                f"least {least:g}.",
+            )
     for low, high in (
         ("low_freq_factor", "high_freq_factor"),
         ("beta_slow", "beta_fast"),
@@ -145,15 +214,16 @@ def _llama3(w, base, width, *, factor, low_freq_factor, high_freq_factor, **orig
     return w * share + w / factor * (1 - share)
 
 
-def _yarn(w, base, width, *, factor, beta_fast, beta_slow, mscale, mscale_all_dim,
-          **original):  # fmt: skip
+def _yarn(w, base, width, *, factor, beta_fast, beta_slow, truncate, **original):
     def pair(turns: float) -> float:
         """Which pair turns that often in a text of the original length."""
         tokens = original[ORIGINAL] / (turns * 2 * math.pi)
         return width * math.log(tokens) / (2 * math.log(base))
 
-    first = max(math.floor(pair(beta_fast)), 0)
-    last = min(math.ceil(pair(beta_slow)), width - 1)
+    first, last = pair(beta_fast), pair(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     ramp = (jnp.arange(width // 2) - first) / max(last - first, 1e-3)
     slow = jnp.clip(ramp, 0, 1)
     return w * (1 - slow) + w / factor * slow

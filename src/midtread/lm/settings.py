@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from midtread.lm import huggingface
 from midtread.lm.config import (
     SECTIONS,
     Config,
@@ -55,6 +56,10 @@ def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config
     read = _file(files[0]) if files else {}
     name = written.get("model_name", read.get("model_name", ""))
     model = _file(name) if name else {}
+    start = written.get("load_parameters_path", read.get("load_parameters_path", ""))
+    if start and (folder := huggingface.folder_in(start)):
+        says = {k: v for k, v in huggingface.keys_of(folder).items() if k != "run_name"}
+        under = {**says, **(under or {})}
     try:
         merged = OmegaConf.merge(
             *(OmegaConf.create(dict(x)) for x in (under or {}, model, read, written))
@@ -82,10 +87,12 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
     require(
         paths, "which checkpoint? Give its folder, or load_parameters_path=<folder>."
     )
+    rest += _kind_of_data(rest)
     found = []
     for path in paths:
         _, file = checkpoint.locate(path)
-        own = _file(str(file))
+        is_published = file.name == "config.json"
+        own = huggingface.keys_of(file.parent) if is_published else _file(str(file))
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
         dropped |= set(keys(Sharding))
         if not convert.is_quantized(path):
@@ -94,6 +101,16 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         found.append((path, load(rest, under)))
         checkpoint.require_same_model(found[-1][1], path)
     return found
+
+
+def _kind_of_data(words: Sequence[str]) -> list[str]:
+    """dataset_type by how the files are called, where only dataset_path is given."""
+    given = dict(w.split("=", 1) for w in words if "=" in w)
+    if "dataset_path" not in given or "dataset_type" in given:
+        return []
+    suffix = pathlib.Path(given["dataset_path"]).suffix
+    kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
+    return [f"dataset_type={kinds.get(suffix, 'text')}"]
 
 
 def validate(values: Mapping[str, Any]) -> Config:
