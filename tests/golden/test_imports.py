@@ -8,7 +8,7 @@ import sys
 import midtread
 
 ROOT = pathlib.Path(midtread.__file__).parent
-LAYERS = ["numerics", "kernels", "ops", "model", "providers", "algorithms"]
+LAYERS = ["numerics", "optim", "kernels", "ops", "model", "providers", "algorithms"]
 LAYERS += ["interop", "report", "lm", "cli"]  # the first two at the side: lm may call
 FLAX = ("model", "providers", "algorithms", "interop", "lm")
 MAY_BE_PRIVATE = {"intercept.py", "flaxlib.py", "pallas_compat.py"}

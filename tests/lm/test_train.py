@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import pytest
 from flax import nnx
 
 from midtread import cli
-from midtread.lm import build, data, model, settings, step, stream
-from midtread.lm.config import Model, Training, section
+from midtread.lm import build, checkpoint, data, model, settings, step, stream
+from midtread.lm.config import Model, Training, UsageError, section
 from midtread.lm.train import Diverged, check_loss, read, train
 
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
@@ -277,3 +278,42 @@ def test_weights_know_their_axes():
     kernel = net.decoder.layers.mlp.wi_0.kernel
     assert kernel.out_sharding == ("layers", "embed", "mlp")
     assert isinstance(kernel, nnx.Param)
+
+
+def test_moments_in_few_bits_go_on_bit_for_bit(tmp_path):
+    """A run in two parts, with 4-bit moments and weights rounded by chance."""
+    words = ["run_name=a", "mlp_dim=256", "optimizer_states=int4", "steps=4"]
+    words += [
+        "weight_dtype=bfloat16",
+        "weight_rounding=stochastic",
+        "checkpoint_period=2",
+    ]
+    whole = train(config(tmp_path / "whole", *words))
+    halves = config(tmp_path / "halves", *words)
+    train(halves)
+    shutil.rmtree(tmp_path / "halves" / "a" / "checkpoints" / "4")
+    again = train(halves)
+    assert losses(again.folder) == losses(whole.folder)
+    kept = [
+        checkpoint.load_weights(str(run.folder), checkpoint.stored(str(run.folder)))
+        for run in (whole, again)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, kept), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        (["weight_rounding=stochastic"], "whose steps are not rounded"),
+        (
+            ["opt_type=adafactor", "adam_b2=0.9"],
+            "means nothing with opt_type=adafactor",
+        ),
+        (["optimizer_states=int5"], "it takes float32 | int8 | fp8 | int4"),
+    ],
+)
+def test_optimizer_keys_that_contradict_are_refused(words, expected):
+    with pytest.raises(UsageError) as error:
+        settings.load(["tiny", *words])
+    assert expected in str(error.value)

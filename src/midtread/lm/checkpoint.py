@@ -62,6 +62,8 @@ def checksum(x: jax.Array) -> jax.Array:
     """A number that changes if an element does: its bits, times their odd places."""
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
+    if x.dtype in (jnp.int4, jnp.uint4):  # as narrow as moments are kept
+        x = x.astype(jnp.int8)
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     words = jax.lax.bitcast_convert_type(x, bits).reshape(-1).astype(jnp.uint32)
     places = 2 * jax.lax.iota(jnp.uint32, words.size) + 1

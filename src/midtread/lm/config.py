@@ -276,8 +276,18 @@ class Training:
     learning_rate_final_fraction: float = key(
         0.1, "of the peak, reached on a cosine", at_least=0, at_most=1
     )
-    adam_b2: float = key(0.95, "AdamW", at_least=0, at_most=1)
-    adam_weight_decay: float = key(0.1, "AdamW, of matrices", at_least=0)
+    opt_type: Literal["adamw", "lion", "adafactor"] = key("adamw", "optimizer")
+    optimizer_states: Literal["float32", "int8", "fp8", "int4"] = key(
+        "float32",
+        "what it keeps moments in; int4: first ones, second ones 8 bits; embeddings and "
+        "small tensors float32",
+    )
+    weight_rounding: Literal["nearest", "stochastic"] = key(
+        "nearest", "of a step in weight_dtype=bfloat16; stochastic: its mean is exact"
+    )
+    adam_b1: float = key(0.9, "of first moments", at_least=0, at_most=1)
+    adam_b2: float = key(0.95, "of second moments (adamw), of lion's", at_least=0, at_most=1)  # fmt: skip
+    adam_weight_decay: float = key(0.1, "of matrices", at_least=0)
     gradient_clipping_threshold: float = key(1.0, "global norm; 0: off", at_least=0)
     z_loss_multiplier: float = key(
         0.0, "times log(Z)^2, keeps logits small", at_least=0
@@ -412,6 +422,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
                 "or a glob.",
             )
         self._check_data()
+        self._check_optimizer()
         require(
             not (self.quant and self.quantization),
             f"quant (rules of your own) and quantization={self.quantization} are both "
@@ -425,6 +436,27 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
         require(
             (self.weight_sparsity_n is None) == (self.weight_sparsity_m is None),
             "weight_sparsity_n and weight_sparsity_m go together.",
+        )
+
+    def _check_optimizer(self):
+        """Refuses keys of optimizers that contradict each other."""
+        require(
+            self.weight_rounding == "nearest" or self.weight_dtype == "bfloat16",
+            f"weight_rounding={self.weight_rounding} means nothing with weight_dtype="
+            f"{self.weight_dtype}, whose steps are not rounded: write "
+            "weight_dtype=bfloat16, or drop it.",
+        )
+        require(
+            self.opt_type != "adafactor" or self.adam_b2 == keys()["adam_b2"].default,
+            f"adam_b2={self.adam_b2} means nothing with opt_type=adafactor, whose second "
+            "moments decay by the step: drop it, or write opt_type=adamw.",
+        )
+        require(
+            self.opt_type != "adafactor"
+            or self.optimizer_states == "float32"
+            or self.adam_b1,
+            f"optimizer_states={self.optimizer_states} means nothing with adam_b1=0 and "
+            "opt_type=adafactor, which then has no moments: drop one.",
         )
 
     def _check_data(self):

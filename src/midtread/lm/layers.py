@@ -54,13 +54,13 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Embed):
-    """Rows of a table. Their gradients are summed in the table's dtype: a bfloat16 sum of
-    the many uses of a frequent token loses most of them, and no GPU adds bfloat16 to
-    memory that others are adding to without trying again and again."""
+    """Rows of a table. Their gradients are summed in float32: a bfloat16 sum of the many
+    uses of a frequent token loses most of them, and no GPU adds bfloat16 to memory that
+    others are adding to without trying again and again."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = jnp.take(self.embedding[...], tokens, axis=0)
-        return rows.astype(self.dtype)
+        table = self.embedding[...].astype(jnp.float32)
+        return jnp.take(table, tokens, axis=0).astype(self.dtype)
 
 
 def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.Module:

@@ -1,7 +1,7 @@
 """Memory: what a training step needs on each device, from shapes alone.
 
     parameters    weights as they are kept, cut as the mesh cuts them
-    optimizer     two moments of each
+    optimizer     two moments of each, as optimizer_states keeps them
     gradients     one more of each
     activations   what the forward keeps for the backward
     gathers       what arrives over fsdp in a step, and what of it is there at once
@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread import optim
 from midtread.lm import build, step
 from midtread.lm import loss as losses
 from midtread.lm import mesh as meshes
 from midtread.lm import model as models
-from midtread.lm.config import Config, Model, section
+from midtread.lm.config import Config, Model, Training, section
 from midtread.model.coverage import human, table
 
 
@@ -47,14 +48,24 @@ class Bytes(NamedTuple):
 
 def model(config: Config, on: Mapping[str, int]) -> Bytes:
     """The bytes of a step of `config` on a mesh of these sizes."""
-    held = largest = gathered = 0
+    held = here = largest = gathered = 0
     again = 2 if config.remat_policy == "full" else 1  # in the backward too
     for path, var in weights_of(config):
         w = Weight(config, on, path, var)
         held += w.here * w.itemsize
+        here += w.here
         gathered += w.arriving * w.layers * again
         largest += w.arriving
-    return Bytes(held, 2 * held, held, activations(config, on), largest, gathered)
+    moments = int(here * optimizer_bytes(config))
+    return Bytes(held, moments, held, activations(config, on), largest, gathered)
+
+
+def optimizer_bytes(config: Config) -> float:
+    """Of a parameter, on the average."""
+    params = nnx.state(models.abstract(section(config, Model)), nnx.Param)
+    make = step.optimizer(section(config, Training)).init
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return optim.nbytes(jax.eval_shape(make, params)) / count
 
 
 def weights_of(config: Config) -> list[tuple[tuple, Any]]:

@@ -56,6 +56,38 @@ DEVICES = [
 ]  # fmt: skip
 
 
+def device_here() -> Device | None:
+    """The device that a run is on, if its peaks are known."""
+    kind = jax.devices()[0].device_kind
+    return next((d for d in DEVICES if kind.startswith(d.name)), None)
+
+
+def model_flops(config: Config) -> float:
+    """FLOPs that a training step has to do, over all devices, whatever it does besides.
+
+    6 a token for every weight it is multiplied by (2 forward, 4 backward), of experts those
+    that see it; and for attention 3.5 times its forward over half of all pairs, which is
+    what its gradients take without the logits in memory. Nothing that is computed again
+    counts: the share of the peak that this is reached at is the model FLOPs utilization.
+    """
+    tokens = config.batch_size * config.max_target_length
+    share = config.num_experts_per_tok / config.num_experts
+    used = 0.0
+    for path, var in memory.weights_of(config):
+        names = var.get_metadata().get("out_sharding") or ()
+        is_table = "token_embedder" in path and not config.logits_via_embedding
+        if len([n for n in names if n != "layers"]) > 1 and not is_table:
+            used += var.size * (share if "experts" in names else 1)
+    if config.attention_type == "mla":
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        width = 2 * config.head_dim
+    pairs = config.batch_size * config.max_target_length**2 / 2
+    layers = config.num_decoder_layers + config.mtp_num_layers
+    attention = 2 * pairs * config.num_query_heads * width * layers
+    return 6 * used * tokens + 3.5 * attention
+
+
 class Bound(NamedTuple):
     """Seconds of a step on one device, at the least."""
 
@@ -74,8 +106,7 @@ class Bound(NamedTuple):
 
 def bound(config: Config, on: Mapping[str, int]) -> Bound:
     """The least time of a step of `config` on a mesh of these sizes."""
-    here = jax.devices()[0].device_kind
-    device = next((d for d in DEVICES if here.startswith(d.name)), DEVICES[0])
+    device = device_here() or DEVICES[0]
     return Bound(device, arithmetic(config, on, device), transfers(config, on, device))
 
 

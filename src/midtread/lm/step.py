@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from midtread import optim
 from midtread.lm.config import Model, Training
 from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
@@ -124,12 +125,26 @@ def _decays(params: Any) -> Any:
     )
 
 
-def optimizer(t: Training) -> optax.GradientTransformation:
-    adam = optax.adamw(
-        schedule(t), b2=t.adam_b2, weight_decay=t.adam_weight_decay, mask=_decays
-    )
-    clip = t.gradient_clipping_threshold
-    parts = [optax.clip_by_global_norm(clip), adam] if clip else [adam]
+def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
+    """What `opt_type`, `optimizer_states` and `weight_rounding` ask for."""
+    betas = {"b1": t.adam_b1, "b2": t.adam_b2}
+    if t.opt_type == "adafactor":
+        del betas["b2"]
+    make = {"adamw": optim.adamw, "lion": optim.lion, "adafactor": optim.adafactor}
+    parts = [
+        make[t.opt_type](
+            schedule(t),
+            weight_decay=t.adam_weight_decay,
+            mask=_decays,
+            states=t.optimizer_states,
+            seed=seed,
+            **betas,
+        )
+    ]
+    if t.gradient_clipping_threshold:
+        parts.insert(0, optax.clip_by_global_norm(t.gradient_clipping_threshold))
+    if t.weight_rounding == "stochastic":
+        parts.append(optim.stochastic_rounding(seed))
     return overwrite_with_gradient(optax.chain(*parts))
 
 
@@ -239,7 +254,9 @@ def _run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State,
         zeros = jax.tree.map(jnp.zeros_like, learned)
         grads, kept, losses = _in_parts(how, gradients, zeros, state.kept, batch)
     grads = prune(grads, masks)
-    updates, opt = optimizer(how.t).update(grads, state.optimizer, state.learned)
+    updates, opt = optimizer(how.t, how.seed).update(
+        grads, state.optimizer, state.learned
+    )
     metrics = {"loss": losses[1], "total_loss": losses[0], "grad_norm": norm(grads)}
     metrics["learning_rate"] = schedule(how.t)(state.step)
     learned = optax.apply_updates(state.learned, updates)

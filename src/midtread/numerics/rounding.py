@@ -113,6 +113,53 @@ def _count(x, claims):
     )
 
 
+# --- by chance, from bits that the caller has ---------------------------------------------------
+
+
+def by_chance(x: jax.Array, fmt: Format, chance: jax.Array) -> jax.Array:
+    """Codes of `x`, in units of the scale: the one above with probability (x - below) / step.
+
+    As `encode` with rounding="stochastic", in fewer operations, for formats whose codes are their values; a
+    float format's subnormals go to the nearest.
+
+    Args:
+        chance: numbers in (0, 1), of x's shape.
+    """
+    if fmt.codes is not None:
+        low, high = fmt.codes
+        return jnp.clip(jnp.floor(x + chance), low, high).astype(fmt.dtype)
+    assert fmt.grid is not None and fmt.is_linear, fmt
+    kept = _cut_mantissa(x, fmt.grid.mantissa, (chance * 2.0**23).astype(jnp.uint32))
+    return jnp.clip(kept, -fmt.grid.largest, fmt.grid.largest).astype(fmt.dtype)
+
+
+def narrowed(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+    """`x` (float32) in bfloat16 or float16, up or down by chance, so that its mean is x.
+
+    >>> third = narrowed(jnp.full(4096, 1 / 3), jnp.bfloat16, jax.random.bits(jax.random.key(0), (4096,), jnp.uint32))
+    >>> bool(abs(third.astype(jnp.float32).mean() - 1 / 3) < 1e-4)
+    True
+
+    Args:
+        bits: random, uint32, of x's shape.
+    """
+    return _cut_mantissa(x, jnp.finfo(dtype).nmant, bits >> 9).astype(dtype)
+
+
+def _cut_mantissa(x: jax.Array, mantissa: int, noise: jax.Array) -> jax.Array:
+    """`x` (float32) with that many bits of mantissa: what is cut carries by chance.
+
+    Args:
+        noise: 23 random bits, uint32.
+    """
+    cut = 23 - mantissa
+    word = jax.lax.bitcast_convert_type(x, jnp.uint32) + (noise >> mantissa)
+    word &= jnp.uint32(0xFFFFFFFF << cut & 0xFFFFFFFF)
+    return jnp.where(
+        jnp.isfinite(x), jax.lax.bitcast_convert_type(word, jnp.float32), x
+    )
+
+
 # --- noise ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,204 @@
+"""How fast does the trainer train? Steps of `midtread train` on one NVIDIA GPU.
+
+    JAX_PLATFORMS=cuda,cpu python benchmarks/gpu_train.py [row ...] [--attention NAME]
+        [--results FILE] [--seconds N] [--tiny]
+
+Rows, in this order; none named: all.
+    bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
+                                         packed, vocabulary 32,000, remat minimal
+    cudnn blockwise                      the same in bf16 with that attention
+    unscanned unscanned-int8             the same with scan_layers=false
+    update                               the optimizer's update alone, against optax's
+    long long-int8                       2 x 8,192 tokens
+    llama3-8b llama3-8b-full             all of it: delayed fp8, 8-bit AdamW, bf16 weights
+
+A row prints as soon as it is done and is appended to the results; one that fails says why and
+the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
+TFLOP/s count what the model needs (lm/roofline.py: model_flops), not what is computed again.
+"""
+
+import argparse
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from midtread import optim
+from midtread.lm import build, roofline, settings, step
+from midtread.lm import model as models
+from midtread.lm.config import Config, Model, Training, section
+from midtread.lm.rows import Rows, stack
+
+LLAMA = ["model_name=llama3-8b", "dataset_type=synthetic"]
+FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
+LONG = [*FOUR, "max_target_length=8192", "batch_size=2"]
+SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
+SMALL_STATES += ["weight_rounding=stochastic"]
+ALL = [*LLAMA, "batch_size=4", "quantization=te_fp8_delayedscaling", *SMALL_STATES]
+INT8 = ["quantization=int8", "use_qwix_quantization=true"]
+FP8 = ["quantization=fp8_full", "use_qwix_quantization=true"]
+
+ROWS = {
+    "bf16": FOUR,
+    "int8": [*FOUR, *INT8],
+    "delayed": [*FOUR, "quantization=te_fp8_delayedscaling"],
+    "fp8_full": [*FOUR, *FP8],
+    "current": [*FOUR, "quantization=te_fp8_currentscaling"],
+    "cudnn": [*FOUR, "attention=cudnn"],
+    "llama3-8b": [*ALL, "remat_policy=minimal"],
+    "unscanned": [*FOUR, "scan_layers=false"],
+    "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
+    "update": None,
+    "long": LONG,
+    "long-int8": [*LONG, *INT8],
+    "llama3-8b-full": [*ALL, "remat_policy=full", "batch_size=8"],
+    "blockwise": [*FOUR, "attention=blockwise"],
+}
+TINY = ["emb_dim=64", "num_decoder_layers=2", "num_query_heads=4", "num_kv_heads=2"]
+TINY += ["head_dim=16", "mlp_dim=256", "vocab_size=512", "max_target_length=64"]
+
+
+def config_of(words: list[str], attention: str, is_tiny: bool) -> Config:
+    words = [*words, *(TINY if is_tiny else [])]
+    named = {w.partition("=")[0]: w for w in words}  # the last of two of a name
+    named.setdefault("attention", f"attention={attention}")
+    return settings.load(list(named.values()))
+
+
+def packed_batch(config: Config) -> dict:
+    """Random tokens in documents of 32 to some thousand tokens."""
+    rng = np.random.default_rng(0)
+    count = config.batch_size * config.max_target_length + 1
+    tokens = rng.integers(0, config.vocab_size, count).astype(np.int32)
+    starts = np.cumsum(32 + rng.exponential(1000, count // 32).astype(int))
+    starts = np.append(0, starts[starts < count])
+    rows = Rows(tokens, starts, config.max_target_length, packed=True)
+    return stack([rows[i] for i in range(config.batch_size)])
+
+
+def train_row(config: Config, calls: int = 10) -> dict:
+    """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
+    m, t = section(config, Model), section(config, Training)
+    net = build.for_training(config, models.create(m, config.seed))
+    state, parts = step.initial(net, t)
+    del net
+    how = step.How(m, t, parts.graph, config.seed)
+    parts = parts._replace(learned=None, kept=None)
+    batch = jax.device_put(packed_batch(config))
+    started = time.perf_counter()
+    compiled = step.run.lower(how, state, parts.random, batch).compile()
+    compile_seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    for _ in range(2):
+        state, metrics = compiled(state, parts.random, batch)
+    first = float(metrics["loss"])
+    best = float("inf")
+    for _ in range(2):
+        started = time.perf_counter()
+        for _ in range(calls // 2):
+            state, metrics = compiled(state, parts.random, batch)
+        jax.block_until_ready(metrics)
+        best = min(best, (time.perf_counter() - started) / (calls // 2))
+    flops = roofline.model_flops(config) / best
+    device = roofline.device_here()
+    share = flops / device.flops["bf16"] if device else float("nan")
+    return {
+        "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
+        "of bf16 peak": share, "GiB": peak / 2**30, "compile s": compile_seconds,
+        "loss": (first, float(metrics["loss"])),
+    }  # fmt: skip
+
+
+def update_rows(is_tiny: bool) -> list[tuple[str, dict]]:
+    """Milliseconds of one update of a billion weights, and bytes a weight."""
+    shape = (4, 256, 256) if is_tiny else (16, 4096, 14336)
+    made = {
+        "optax.adamw": (optax.adamw(1e-4), jnp.float32),
+        "int8": (optim.adamw(1e-4), jnp.float32),
+        "fp8": (optim.adamw(1e-4, states="fp8"), jnp.float32),
+        "int4": (optim.adamw(1e-4, states="int4"), jnp.float32),
+        "lion int8": (optim.lion(1e-5), jnp.float32),
+        "int8, bf16 weights by chance": (
+            optax.chain(optim.adamw(1e-4), optim.stochastic_rounding()), jnp.bfloat16,
+        ),
+    }  # fmt: skip
+    out = []
+    for name, (tx, dtype) in made.items():
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def run(params, state, grads, tx=tx):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        try:
+            key = jax.random.key(0)
+            params = {"w": jax.random.normal(key, shape, dtype)}
+            grads = {"w": jax.random.normal(key, shape, dtype)}
+            state = jax.jit(tx.init)(params)
+            nbytes = optim.nbytes(state) / params["w"].size
+            params, state = run(params, state, grads)
+            jax.block_until_ready(params)
+            started = time.perf_counter()
+            for _ in range(10):
+                params, state = run(params, state, grads)
+            jax.block_until_ready(params)
+            took = (time.perf_counter() - started) / 10
+            out.append((name, {"ms": 1e3 * took, "bytes a weight": nbytes}))
+        except Exception as error:  # noqa: BLE001  a row that fails is a result
+            out.append((name, {"failed": f"{type(error).__name__}: {error}"[:300]}))
+    return out
+
+
+def show(value) -> str:
+    if isinstance(value, tuple):
+        return " -> ".join(map(show, value))
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser.add_argument("rows", nargs="*", metavar="row", choices=[[], *ROWS])
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--results", default="gpu_train.txt")
+    parser.add_argument("--seconds", type=float, default=430)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    jax.config.update("jax_compilation_cache_dir", None)  # compile times are results
+    started, base = time.perf_counter(), None
+    with open(options.results, "a") as results:
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            print(text, file=results, flush=True)
+
+        say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options}")
+        for name in options.rows or ROWS:
+            if time.perf_counter() - started > options.seconds:
+                say(f"{name}: left out, {options.seconds:.0f} s are over")
+                continue
+            try:
+                if name == "update":
+                    for kind, row in update_rows(options.tiny):
+                        text = ", ".join(f"{k} {show(v)}" for k, v in row.items())
+                        say(f"update {kind}: {text}")
+                    continue
+                config = config_of(ROWS[name], options.attention, options.tiny)
+                row = train_row(config, 4 if name.startswith("llama3") else 10)
+                base = row["ms"] if name == "bf16" else base
+                if base and ROWS[name][: len(FOUR)] == FOUR:
+                    row["x bf16"] = base / row["ms"]
+                say(f"{name}: " + ", ".join(f"{k} {show(v)}" for k, v in row.items()))
+            except Exception as error:  # noqa: BLE001  a row that fails is a result
+                say(f"{name} failed: {type(error).__name__}: {error}"[:600])
+            finally:
+                jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

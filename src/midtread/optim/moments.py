@@ -1,0 +1,144 @@
+"""Moments: what an optimizer remembers of the gradients, in few bits.
+
+    code = round(x^power / scale),  scale = max of x^power over a tile of neighbours / levels
+
+A first moment has a sign and is kept as it is. A second moment is a mean of squares: within
+a tile its elements differ by many orders of magnitude, and one that becomes 0 would let its
+parameter take any step. Its root is kept instead: the fourth root in unsigned bytes, which
+tells apart 4e9 : 1 with steps of 1.6% at the top, or the square root in e4m3, 5e10 : 1 in
+steps of 12%; what is not 0 is never rounded to 0. The largest of a tile is always exact.
+
+Rounding is by chance, up or down with a mean that is x: an average that moves by less than
+half a step a time would otherwise never move. The random bits are a hash of the seed, the
+step, the parameter's name and the element's place (numerics/rounding.py): the same on any
+mesh, and after a restart.
+
+Tensors of fewer than SMALL elements, and those whose axes no tile divides, are kept in
+float32, and so are embeddings (`is_embedding`), whose rows see a gradient once in a while.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from midtread.numerics import formats, rounding
+from midtread.numerics.qarray import QArray, dequantize
+
+SMALL = 4096
+TILES = (256, 128, 64, 32)
+
+
+class Moment(NamedTuple):
+    """How one kind of moment is kept."""
+
+    format: str
+    power: float = 1.0  # of what is kept
+    tile: int = 256  # at most so many neighbours share a scale
+
+
+class States(NamedTuple):
+    """How an optimizer's two moments are kept; None: in float32."""
+
+    first: Moment | None
+    second: Moment | None
+
+
+ROOT = Moment("uint8", 0.25)
+STATES = {
+    "float32": States(None, None),
+    "int8": States(Moment("int8"), ROOT),
+    "fp8": States(Moment("float8_e4m3fn"), Moment("float8_e4m3fn", 0.5)),
+    "int4": States(Moment("int4", tile=64), ROOT),
+}
+
+
+def states_of(name: str) -> States:
+    if name not in STATES:
+        raise ValueError(f"states={name!r}: there are {', '.join(STATES)}.")
+    return STATES[name]
+
+
+def is_embedding(path: str) -> bool:
+    """Whether a parameter's path has "embed" in it, in any case."""
+    return "embed" in path.lower()
+
+
+def tile_of(shape: tuple[int, ...], largest: int) -> tuple[int, int] | None:
+    """The axis and the size of its tiles: the last axis that the largest tile divides."""
+    for tile in TILES:
+        for axis in reversed(range(len(shape))):
+            if tile <= largest and shape[axis] % tile == 0 and shape[axis]:
+                return axis, tile
+    return None
+
+
+def zeros(moment: Moment | None, path: str, p: Any, is_wide: Callable) -> Any:
+    """The moment of a parameter that has seen no gradient."""
+    size = math.prod(p.shape)
+    found = None if moment is None else tile_of(p.shape, moment.tile)
+    if moment is None or found is None or size < SMALL or is_wide(path):
+        return jnp.zeros(p.shape, jnp.float32)
+    axis, tile = found
+    counts = tuple(n // tile if a == axis else n for a, n in enumerate(p.shape))
+    fmt = formats.as_format(moment.format)
+    return QArray(
+        jnp.zeros(p.shape, fmt.dtype), jnp.zeros(counts, jnp.float32), None, fmt.qtype
+    )
+
+
+def read(kept: Any, moment: Moment | None) -> jax.Array:
+    """A moment as float32."""
+    if not isinstance(kept, QArray):
+        return kept
+    assert moment is not None
+    x = dequantize(kept)
+    return {1.0: x, 0.5: x**2, 0.25: jnp.square(x**2)}[moment.power]
+
+
+def write(x: jax.Array, like: Any, moment: Moment | None, bits: jax.Array) -> Any:
+    """`x` kept as `like` is.
+
+    Args:
+        bits: 8 random bits for every element, uint32.
+    """
+    if not isinstance(like, QArray):
+        return x
+    assert moment is not None
+    x = {1.0: lambda: x, 0.5: lambda: jnp.sqrt(x), 0.25: lambda: jnp.sqrt(jnp.sqrt(x))}[
+        moment.power
+    ]()
+    fmt, split, axis = like.format, *_split(like)
+    tiles = x.reshape(split)
+    absmax = jnp.max(jnp.abs(tiles), axis=axis, keepdims=True)
+    top = fmt.grid.largest if fmt.grid else fmt.codes[1]
+    scale = jnp.where(absmax > 0, absmax, 1) / top
+    units = tiles / scale
+    chance = (bits.reshape(split).astype(jnp.float32) + 0.5) / 256
+    codes = rounding.by_chance(units, fmt, chance)
+    if moment.power != 1:  # a second moment
+        least = fmt.grid.step(jnp.float32(0)) if fmt.grid else 1
+        codes = jnp.where((units > 0) & (codes == 0), jnp.asarray(least, fmt.dtype), codes)  # fmt: skip
+    return like.replace(
+        qvalue=codes.reshape(x.shape), scale=scale.reshape(like.scale.shape)
+    )
+
+
+def _split(q: QArray) -> tuple[tuple[int, ...], int]:
+    """The shape with its tiled axis as (tiles, tile), and which axis the tile is then."""
+    shape, counts = q.qvalue.shape, q.scale.shape
+    axis = next(a for a, (n, c) in enumerate(zip(shape, counts)) if n != c)
+    split = (*shape[:axis], counts[axis], shape[axis] // counts[axis])
+    return (*split, *shape[axis + 1 :]), axis + 1
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of an optimizer's state, at the bits its formats have.
+
+    >>> nbytes({"m": jnp.zeros(8), "count": jnp.zeros((), jnp.int32)})
+    36
+    """
+    bits = (x.size * formats.dtype_bits(x.dtype) for x in jax.tree.leaves(state))
+    return math.ceil(sum(bits) / 8)
