@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ W = jax.random.normal(jax.random.key(1), (8, 8))
 X = jax.random.normal(jax.random.key(0), (4, 8))
 NUMBERS = (((1,), (0,)), ((), ()))
 INT8 = mt.QtRule(weight_qtype="int8", act_qtype="int8")
+# as `from jax.numpy import dot` has them, above all of ours
+early = types.SimpleNamespace(dot=jnp.dot, matmul=jnp.matmul, inner=jnp.inner)
 
 
 class Seen(mt.QtProvider):
@@ -298,3 +301,31 @@ def test_what_qwix_does_not_count_is_numbered_after_what_it_does():
         "dot_general0",
         "dot_general101",
     ]
+
+
+def test_functions_that_were_imported_before_take_boxes():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jax.random.normal(jax.random.key(0), (8, 8)))
+
+        def __call__(self, x):
+            w = self.w[...]
+            return early.dot(x, w) + early.matmul(x, w) + early.inner(x, w)
+
+    x = jax.random.normal(jax.random.key(1), (2, 8))
+    rules = [mt.QuantizationRule(weight_qtype="int8")]
+    model = mt.quantize_model(Net(), mt.PtqProvider(rules), x)
+    assert isinstance(model.w, mt.WithAux)
+    out = nnx.jit(lambda model, x: model(x))(model, x)
+    np.testing.assert_allclose(out, Net()(x), atol=0.1)
+
+
+def test_functions_behind_jit_keep_its_methods():
+    """As jnp.dot.lower, after a model was quantized too."""
+    intercept.install()
+    for name in intercept.JITTED:
+        held, was = getattr(jnp, name), getattr(jnp, name).__wrapped__
+        missing = set(dir(was)) - set(dir(held))
+        assert not {m for m in missing if not m.startswith("__")}
+    x = jnp.ones((2, 2))
+    assert "dot_general" in jnp.dot.lower(x, x).as_text()

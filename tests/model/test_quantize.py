@@ -592,3 +592,16 @@ def test_nan_reaches_the_loss(sick):
         return [jnp.mean(model.apply({"params": p}, x)) for model, p in models]
 
     assert np.isnan(means(params, x)).all()
+
+
+def test_static_scales_inside_a_trace():
+    """Statistics that are known are numbers in there too, and nothing is computed."""
+    rule = {**INT8, "act_static_scale": True}
+    model = mt.quantize_model(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mt.QtProvider([mt.QtRule(**rule)]), X
+    )
+    model(X)
+    provider = mt.PtqProvider([mt.QuantizationRule(**rule)])
+    shapes = nnx.eval_shape(lambda: mt.quantize_model(model, provider, X))
+    assert shapes.dot_general0_lhs_scale.shape == (1, 1)
+    assert isinstance(shapes.kernel.array.qvalue.get_value(), jax.ShapeDtypeStruct)

@@ -235,3 +235,14 @@ def test_history_without_a_usable_maximum_gives_the_default(amax):
     history = AmaxHistory(4)
     state = history.update(history.init(), jnp.float32(amax))
     assert history.range(state, 1, default=2.5)["absmax"].tolist() == [2.5]
+
+
+def test_statistics_of_another_calibration_are_refused():
+    one, two = {"absmax": jnp.ones(1)}, {"min": -jnp.ones(1), "max": jnp.ones(1)}
+    more = {**one, "max": jnp.ones(1)}
+    for first, other in [(one, two), (two, one), (one, more), (more, one)]:
+        state = Average().update(Average().init(first), first)
+        with pytest.raises(ValueError, match="gathered with another calibration"):
+            Average().update(state, other)
+        with pytest.raises(ValueError, match="gathered with another calibration"):
+            Average().range(state, other)

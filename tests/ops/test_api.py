@@ -222,3 +222,30 @@ def test_precision_reaches_the_matmul(key):
     q = mt.quantize(jax.random.normal(key, (8, 8)), "nf4", channelwise_axes=[1])
     f = lambda x, w: mt.dot(x, w, precision=lax.Precision.HIGHEST)
     assert "HIGHEST" in jax.jit(f).lower(jnp.ones((4, 8)), q).as_text()
+
+
+def test_masks_are_zeros_and_ones(key):
+    """A mask by a weight, as dispatching to experts multiplies them, in every op."""
+    mask, w = jax.random.bernoulli(key, 0.5, (4, 4)), jax.random.normal(key, (4, 4))
+    codes = mt.quantize(w, "int8", channelwise_axes=[1])
+    numbers, sizes = (((1,), (0,)), ((), ())), jnp.array([4], jnp.int32)
+    window = mt.quantize(w[None, None, :2, :2], "int8")
+
+    @jax.jit
+    def products(x):
+        return [
+            mt.dot(x, codes),
+            mt.dot_general(x, codes, numbers),
+            mt.einsum("ab,bc->ac", x, codes),
+            mt.einsum("bc,ab->ac", codes, x),
+            mt.ragged_dot(x, codes.reshape(1, 4, 4), sizes),
+            mt.conv_general_dilated(x[None, None], window, (1, 1), "SAME"),
+        ]
+
+    for got, wanted in zip(products(mask), products(mask.astype(jnp.float32))):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    trained = mt.learn(mt.recipe("qwix_int8")).dot
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(trained(mask, w))))(w)
+    counts = np.broadcast_to(np.sum(mask, 0)[:, None], (4, 4))
+    np.testing.assert_allclose(grad, counts, rtol=0.02)
+    assert np.array_equal(mt.dot(mask, mask), jnp.dot(mask, mask))

@@ -70,6 +70,8 @@ PATHS = {
 CASTS = ("asarray", "promote_dtype", "promote_dtype_nnx")
 # jnp functions behind a jit: run without it while a model is active
 JITTED = ("dot", "matmul", "vdot", "inner", "convolve")
+# name -> one of them, in whose code a box is looked for: somebody may have imported it
+BEHIND_JIT = {f"jnp.{name}": name for name in ("dot", "matmul", "inner")}
 # spellings of a matmul -> the dimension numbers of lax.dot_general, from the two ranks
 SPELLINGS = {
     "dot": lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ())),
@@ -110,6 +112,8 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
             if spelled is not None:
                 with running.late(name == "lax_dot"):
                     return dispatch("dot_general", *spelled)
+        if name in BEHIND_JIT and any(map(_is_boxed, args)) and running.any_enabled():
+            return _product_of_boxes(BEHIND_JIT[name], args, kwargs)
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out
@@ -117,6 +121,14 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
     if name in CASTS and here.active:
         return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
     return out
+
+
+def _product_of_boxes(name: str, args: tuple, kwargs: dict) -> Any:
+    """A spelling of a matmul of boxes, which JAX's own function would refuse."""
+    spelled = _as_dot_general(name, *args, **kwargs)
+    if spelled is None:
+        return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
+    return dispatch("dot_general", *spelled)
 
 
 def _is_boxed(x: Any) -> bool:
@@ -157,6 +169,8 @@ def install() -> None:
         if _originals:
             return
         found = {name: _swap_code(name, fn) for name, fn in PLAIN.items()}
+        for name, spelling in BEHIND_JIT.items():
+            found[name] = _swap_code(name, inspect.unwrap(getattr(jnp, spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
@@ -215,7 +229,7 @@ def _dispatching(name: str, fn: Any) -> Callable:
     def wrapper(*args, **kwargs):
         return dispatch(name, args, kwargs)
 
-    return wrapper
+    return _with_methods_of(fn, wrapper)
 
 
 def _swap_code(name: str, fn: Any) -> Callable:
@@ -244,13 +258,18 @@ def _without_jit(jitted: Any) -> Callable:
     def wrapper(*args, **kwargs):
         if not running.any_enabled() or is_running():
             return jitted(*args, **kwargs)
-        if name in SPELLINGS and any(map(_is_boxed, args)):  # JAX would refuse the box
-            spelled = _as_dot_general(name, *args, **kwargs)
-            if spelled is None:
-                return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
-            return dispatch("dot_general", *spelled)
+        if name in SPELLINGS and any(map(_is_boxed, args)):
+            return _product_of_boxes(name, args, kwargs)
         return jitted.__wrapped__(*args, **kwargs)
 
+    return _with_methods_of(jitted, wrapper)
+
+
+def _with_methods_of(fn: Any, wrapper: Callable) -> Callable:
+    """`wrapper` with what `fn` has beyond a plain function: lower, trace, eval_shape ..."""
+    for name in set(dir(fn)) - set(dir(wrapper)):
+        if not name.startswith("__"):
+            setattr(wrapper, name, getattr(fn, name))
     return wrapper
 
 

@@ -207,6 +207,7 @@ class Average:
     def update(
         self, state: Mapping[str, jax.Array], seen: Range
     ) -> dict[str, jax.Array]:
+        _check_same_parts(state, seen)
         new = {"count": state["count"] + 1}
         for name, value in seen.items():
             total = state[f"sum_of_{name}"]
@@ -229,10 +230,21 @@ class Average:
         }
         if default is None:
             return mean
+        _check_same_parts(state, default)
         seen = state["count"] > self.bootstrap_steps
         return {
             k: jnp.where(seen, mean[k].astype(v.dtype), v) for k, v in default.items()
         }
+
+
+def _check_same_parts(state: Mapping[str, jax.Array], seen: Range) -> None:
+    """Refuses a range of another kind than the statistics are of."""
+    held = {k.removeprefix("sum_of_") for k in state if k != "count"}
+    if held != set(seen):
+        raise ValueError(
+            f"the statistics are of {sorted(held)}, and the range has {sorted(seen)}: they "
+            "were gathered with another calibration. Gather them anew, or use that one."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

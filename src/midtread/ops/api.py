@@ -15,12 +15,26 @@ from jax import lax
 
 from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
+from midtread.ops.contraction import Contraction
 from midtread.ops.contraction import dot as dot_contraction
 from midtread.ops.conv import conv as conv_contraction
 from midtread.ops.engine import Operand, contract
 from midtread.ops.ragged import ragged as ragged_contraction
 from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
+
+
+def _with_codes_of_masks(
+    execute: Callable[..., jax.Array], c: Contraction, lhs: Operand, rhs: Operand
+) -> jax.Array:
+    """Masks are codes as they are, 0 and 1. The product of two is one, as in JAX."""
+    is_mask = [not isinstance(x, QArray) and x.dtype == jnp.bool_ for x in (lhs, rhs)]
+    lhs, rhs = (
+        lax.convert_element_type(x, jnp.int8) if mask else x
+        for x, mask in zip((lhs, rhs), is_mask)
+    )
+    out = execute(c, lhs, rhs)
+    return out != 0 if all(is_mask) and c.preferred is None else out
 
 
 class Ops:
@@ -31,7 +45,7 @@ class Ops:
     """
 
     def __init__(self, execute: Callable[..., jax.Array]):
-        self._execute = execute
+        self._execute = functools.partial(_with_codes_of_masks, execute)
 
     def dot_general(
         self,
