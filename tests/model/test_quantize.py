@@ -1,5 +1,7 @@
 """quantize_model: paths, op ids, weights, life cycles and errors."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -605,3 +607,15 @@ def test_static_scales_inside_a_trace():
     shapes = nnx.eval_shape(lambda: mt.quantize_model(model, provider, X))
     assert shapes.dot_general0_lhs_scale.shape == (1, 1)
     assert isinstance(shapes.kernel.array.qvalue.get_value(), jax.ShapeDtypeStruct)
+
+
+@pytest.mark.parametrize("kind", [mt.QtProvider, mt.PtqProvider])
+def test_a_linen_module_bridged_to_nnx(kind):
+    """ToNNX takes every attribute of itself for a variable: ours are the class's."""
+    model = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a weight that stays float
+        quantized = mt.quantize_model(model, kind([kind.rule_type(**INT8)]), X)
+        out = quantized(X)
+    assert not np.array_equal(out, model(X))
+    np.testing.assert_allclose(out, model(X), atol=0.1)

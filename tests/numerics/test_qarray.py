@@ -414,3 +414,16 @@ def test_nan_is_kept_at_any_size(method, key):
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jax.random.normal(key, (128, 128), dtype).at[3, 5].set(np.nan)
         assert lost(x) == [128 * 128, 128, 128, 64 * 64, 128 * 64]
+
+
+def test_codes_that_are_floats_map_and_trace():
+    """Averages of codes, or what gradients look like, are no codes but travel as such."""
+    q = jax.tree.map(
+        lambda part: part.astype(jnp.float32), quantize(jnp.ones(4), "int8")
+    )
+    made = QArray(q.qvalue, q.scale)
+    assert made.qtype == jnp.float32 and "float32" in repr(made)
+    doubled = jax.jit(lambda q: jax.tree.map(lambda part: 2 * part, q))(made)
+    np.testing.assert_array_equal(doubled.qvalue, 2 * q.qvalue)
+    with pytest.raises(ValueError, match="not a format"):
+        dequantize(made)

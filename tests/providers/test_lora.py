@@ -4,6 +4,7 @@ them afterwards."""
 import pathlib
 import re
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -378,6 +379,21 @@ def run_head(params, key):
     model = apply_lora_to_model(nn.Dense(6), provider)
     rngs = {} if key is None else {"dropout": key}
     return model.apply({"params": params["head"]}, data(), rngs=rngs)
+
+
+def test_all_dropped():
+    """Qwix takes 1.0 as well: then the correction is nothing, and no NaN either."""
+    model, _, params = linen(dropout=1.0)
+    params = jax.tree.map(lambda p: p + 0.1, params)
+    rngs = {"dropout": jax.random.key(0)}
+    out = model.apply({"params": params}, data(), rngs=rngs)
+    alone = {
+        k: v
+        for k, v in flax.traverse_util.flatten_dict(params).items()
+        if "lora" not in k[-1]
+    }
+    alone = flax.traverse_util.unflatten_dict(alone)
+    assert_close(out, Linen().apply({"params": alone}, data()))
 
 
 def test_nnx_dropout():

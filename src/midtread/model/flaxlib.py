@@ -241,7 +241,14 @@ def replace_param(module: Any, name: str, tree: Any) -> None:
 def set_on_all(model: nnx.Module, **attributes: Any) -> None:
     for _, module in nnx.iter_modules(model):
         for name, value in attributes.items():
-            setattr(module, name, nnx.data(value))  # None now may be Rngs later
+            if value is not None or name in vars(module):  # None is the class's own
+                _set_data(module, name, value)
+
+
+def _set_data(module: nnx.Module, name: str, value: Any) -> None:
+    """Sets an attribute of a module, unless all it has are another's variables."""
+    if not isinstance(module, nnx.bridge.ToNNX):
+        setattr(module, name, nnx.data(value))
 
 
 def can_update(module: Any) -> bool:
@@ -302,7 +309,7 @@ def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
     for path, module in nnx.iter_modules(model):
         rngs, extents = getattr(module, RNGS, None), stacks.get(path)
         if extents is None:
-            setattr(module, RNGS, nnx.data(None))
+            _set_data(module, RNGS, None)
         elif extents and isinstance(rngs, nnx.Rngs):
             counts = jax.tree.leaves(nnx.state(rngs, nnx.RngCount))
             if all(count.ndim == 0 for count in counts):
@@ -361,7 +368,7 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
         cls = getattr(type(module), "_unquantized_type", type(module))
         fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
         # as Qwix has them, for model.set_attributes and for those who read them
-        fields |= {"qwix_path": path, "disable_quant_stats_update": False}
+        fields |= {"qwix_path": path, "disable_quant_stats_update": False, RNGS: None}
         for name, original in _nnx_methods(cls):
             fields[name] = _nnx_method(original, name)
         if path == ():

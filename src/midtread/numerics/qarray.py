@@ -77,7 +77,7 @@ class QArray:
     def __post_init__(self):
         if self.qtype is None and hasattr(self.qvalue, "dtype"):
             object.__setattr__(self, "qtype", self.qvalue.dtype)
-        elif self.qtype is not None:
+        elif self.qtype is not None and not _is_wide(self.qtype):
             object.__setattr__(self, "qtype", formats.as_format(self.qtype).qtype)
 
     # What it looks like from outside: an array of the scale's dtype.
@@ -178,7 +178,13 @@ class QArray:
             if not isinstance(self.qvalue, jax.core.Tracer)
             else ""
         )
-        return f"QArray({self.format.name}{per} {list(self.shape)}{size})"
+        name = self.qtype if _is_wide(self.qtype) else self.format.name
+        return f"QArray({name}{per} {list(self.shape)}{size})"
+
+
+def _is_wide(qtype: Any) -> bool:
+    """Whether the codes are wide floats: gradients of them, say, or an average."""
+    return not isinstance(qtype, str) and is_wide(qtype)
 
 
 def _held_bytes(part: Any) -> int:

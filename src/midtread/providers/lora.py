@@ -75,8 +75,8 @@ class LoraRule(QuantizationRule):
             raise ValueError(f"rank should be a positive integer, not {self.rank!r}.")
         if not is_number(self.alpha) or not math.isfinite(self.alpha):
             raise ValueError(f"alpha should be a number, not {self.alpha!r}.")
-        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout should be in [0, 1), not {self.dropout!r}.")
+        if not is_number(self.dropout) or not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout should be in [0, 1], not {self.dropout!r}.")
         without = ("ragged_dot", "ragged_dot_general", "take")
         refused = [op for op in self.op_names if op in without]
         if refused:
@@ -315,6 +315,8 @@ class LoraProvider(PtqProvider):
         if not rule.dropout or first or off:
             return x
         keep = 1 - rule.dropout
+        if not keep:
+            return jnp.zeros_like(x)
         kept = jax.random.bernoulli(flaxlib.make_rng(module, "dropout"), keep, x.shape)
         return jnp.where(kept, x / keep, 0)
 

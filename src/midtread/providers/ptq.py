@@ -113,7 +113,10 @@ class PtqProvider(QuantizationProvider):
         return name, axes
 
     def _is_of_model(self, module: Any, name: str) -> bool:
-        """Not so for a Linen module applied by hand to what the model computed."""
+        """Not so for a Linen module applied by hand to what the model computed, nor for
+        one bridged to NNX, whose variables go back to Linen: no box can."""
+        if isinstance(module, nnx.bridge.ToNNX):
+            return False
         if not isinstance(module, nn.Module) or module.is_initializing():
             return True
         root = getattr(self._counts, "root", None)
