@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,3 +102,53 @@ def test_damage_is_named(file, tmp_path, change, message):
     path.write_bytes(change(pathlib.Path(file.path).read_bytes()))
     with pytest.raises(ValueError, match=message):
         gguf.GGUF(path)
+
+
+WRITTEN = [name for name, block in gguf_blocks.BLOCKS.items() if block.encode]
+
+
+def test_what_is_written_is_read(tmp_path, key):
+    """Metadata, floats and every kind of block that we write, from floats."""
+    x = np.asarray(jax.random.normal(key, (4, 256)), np.float32)
+    raw = {k: gguf_blocks.BLOCKS[k].encode(x.reshape(-1, gguf_blocks.BLOCKS[k].size))
+           for k in WRITTEN}  # fmt: skip
+    metadata = {"general.architecture": "llama", "llama.block_count": 3, "a.b": 0.5,
+                "a.c": True, "a.d": ["x", "é"], "a.e": [1, -2]}  # fmt: skip
+    kinds = {k: (k, x.shape) for k in WRITTEN} | {"plain": ("F32", x.shape)}
+    path = tmp_path / "w.gguf"
+    gguf.write(path, metadata, kinds, [*raw.values(), x])
+    file = gguf.GGUF(path)
+    assert file.metadata == metadata
+    np.testing.assert_array_equal(file["plain"], x)
+    # relative error of normal numbers; K-quants do better than their plain relatives
+    most = {"Q4_0": 0.095, "Q4_1": 0.085, "Q5_0": 0.048, "Q5_1": 0.042, "Q8_0": 0.006,
+            "Q4_K": 0.08, "Q5_K": 0.04, "Q6_K": 0.02, "MXFP4": 0.13}  # fmt: skip
+    for kind in WRITTEN:
+        loss = np.linalg.norm(file.floats(kind) - x) / np.linalg.norm(x)
+        assert loss < most[kind], kind
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("qtype", "method", "kind"),
+    [("int4", "absmax", "Q4_0"), ("int4", "minmax", "Q4_1"), ("int5", "absmax", "Q5_0"),
+     ("int8", "absmax", "Q8_0"), ("mxfp4", "absmax", "MXFP4")],
+)  # fmt: skip
+def test_codes_are_written_as_they_are(key, qtype, method, kind):
+    x = jax.random.normal(key, (4, 64))
+    q = mt.quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: 32},
+                    calibration_method=method)  # fmt: skip
+    q = q.map(np.asarray)
+    assert gguf_blocks.kind_of(q) == kind
+    block = gguf_blocks.BLOCKS[kind]
+    again = gguf_blocks.to_qarray(
+        block, block.read(gguf_blocks.write_codes(q)), q.shape
+    )
+    np.testing.assert_array_equal(
+        again.qvalue.astype(np.float32), q.qvalue.astype(np.float32)
+    )
+    np.testing.assert_allclose(again.scale, q.scale, rtol=2**-11)
+    np.testing.assert_allclose(
+        mt.dequantize(again.map(jnp.asarray)), mt.dequantize(q.map(jnp.asarray)),
+        rtol=2**-8, atol=2e-3,
+    )  # fmt: skip

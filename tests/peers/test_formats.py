@@ -144,12 +144,25 @@ def test_gguf_is_read(kind):
     raw = gguf.quantize(weight(), number)
     block = gguf_blocks.BLOCKS[kind]
     parts = block.read(raw.reshape(-1, block.nbytes))
+    np.testing.assert_array_equal(
+        block.encode(weight().reshape(-1, block.size)).reshape(raw.shape), raw
+    )
     want = gguf.dequantize(raw, number)
     np.testing.assert_array_equal(
         gguf_blocks.to_floats(parts).reshape(want.shape), want
     )
     got = values(gguf_blocks.to_qarray(block, parts, want.shape))
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_gguf_reads_our_k_quants(kind):
+    gguf = pytest.importorskip("gguf")
+    block = gguf_blocks.BLOCKS[kind]
+    raw = block.encode(weight().reshape(-1, block.size))
+    got = gguf.dequantize(raw.reshape(ROWS, -1), gguf.GGMLQuantizationType[kind])
+    mine = gguf_blocks.to_floats(block.read(raw)).reshape(ROWS, COLUMNS)
+    np.testing.assert_array_equal(got, mine)
 
 
 # --- mlx and bitsandbytes --------------------------------------------------------------------

@@ -12,6 +12,8 @@ in it is checked before it is used; `file[name]` reads one tensor.
     file["blk.0.ffn_up.weight"]                QArray(int4 ...): codes stay codes
     file.floats("blk.0.ffn_up.weight")         float32, as llama.cpp dequantizes
 
+`write` makes such a file tensor by tensor, each made when its turn comes.
+
 Shapes are as in numpy, [rows, columns]; blocks lie along columns. Llama's query and key rows
 lie in the order of llama.cpp's rotary embedding, which turns neighbours; `half_turned` puts
 them in the order of everyone else's, which turns the two halves of a head.
@@ -20,7 +22,7 @@ them in the order of everyone else's, which turns the two halves of a head.
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -243,6 +245,98 @@ class _Header:
                 )
             self.tensors[name] = Tensor(kind, shape, begin, end)
             position = offset + nbytes
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+_ALIGN = 32
+_NUMBERS = {name: number for number, (name, _) in PLAIN.items()}
+
+
+def nbytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of some kind."""
+    count = math.prod(shape)
+    if kind in gguf_blocks.BLOCKS:
+        block = gguf_blocks.BLOCKS[kind]
+        return count // block.size * block.nbytes
+    return count * np.dtype(PLAIN[_NUMBERS[kind]][1]).itemsize
+
+
+def header(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> bytes:
+    """Everything before the data.
+
+    Args:
+        metadata: numbers, text, and lists of either. A whole number becomes a u32, one in a
+            list an i32, a float an f32: llama.cpp reads its keys so.
+        tensors: kind and shape of each, in the order of the data.
+    """
+    out = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        kind, raw = _coded(value, key)
+        out += [_text(key), struct.pack("<I", kind), raw]
+    offset = 0
+    for name, (kind, shape) in tensors.items():
+        block = gguf_blocks.BLOCKS.get(kind)
+        number = block.number if block else _NUMBERS[kind]
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        out += [_text(name), sizes, struct.pack("<IQ", number, offset)]
+        offset += -(-nbytes(kind, shape) // _ALIGN) * _ALIGN
+    made = b"".join(out)
+    return made + bytes(-len(made) % _ALIGN)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _coded(value: Any, key: str, inside: bool = False) -> tuple[int, bytes]:
+    """The number of a value's kind, and its bytes."""
+    if isinstance(value, str):
+        return _STRING, _text(value)
+    if isinstance(value, list | tuple) and value and not inside:
+        kinds, raws = zip(*(_coded(item, key, inside=True) for item in value))
+        if len(set(kinds)) == 1:
+            first = struct.pack("<IQ", kinds[0], len(value))
+            return _ARRAY, first + b"".join(raws)
+    for kind, number in ((bool, 7), (int, 5 if inside else 4), (float, 6)):
+        if isinstance(value, kind):
+            try:
+                return number, struct.pack(_SCALARS[number], value)
+            except (struct.error, OverflowError):
+                break
+    raise ValueError(f"the key {key!r} cannot be written to GGUF: {value!r:.60}.")
+
+
+def write(
+    path: Any,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    data: Iterable[np.ndarray],
+) -> None:
+    """Writes a file; it gets its name once it is whole.
+
+    Args:
+        path: of the file.
+        metadata: see `header`.
+        tensors: kind and shape of each.
+        data: their bytes, one array after the other, in that order.
+    """
+    path = os.fspath(path)
+    partial = f"{path}.partial"
+    with open(partial, "wb") as file:
+        file.write(header(metadata, tensors))
+        for (name, (kind, shape)), array in zip(tensors.items(), data, strict=True):
+            raw = np.ascontiguousarray(array)
+            if raw.nbytes != nbytes(kind, shape):
+                raise ValueError(
+                    f"{name}: {raw.nbytes} bytes are not a {kind} tensor {list(shape)}."
+                )
+            file.write(raw.reshape(-1).view(np.uint8).data)
+            file.write(bytes(-raw.nbytes % _ALIGN))
+    os.replace(partial, path)
 
 
 def half_turned(x: Any, num_heads: int) -> Any:

@@ -64,6 +64,8 @@ class Block:
         tile: elements that share a scale.
         qtype: the format that its codes have here.
         read: Parts of blocks, from bytes [blocks, nbytes].
+        encode: bytes [blocks, nbytes] of float32 values [blocks, size], to the nearest;
+            None for kinds that are read alone.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Block:
     tile: int
     qtype: str
     read: Callable[[np.ndarray], Parts]
+    encode: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 # --- bits ------------------------------------------------------------------------------------
@@ -183,19 +186,208 @@ def _read_q6_k(raw: np.ndarray) -> Parts:
     return Parts(code - np.int8(32), _half(raw[:, 208:]) * scale)
 
 
+# --- writing: the nearest code under scales that are chosen first ----------------------------
+
+_TINY = np.float32(1e-30)
+
+
+def _inverse(d: np.ndarray) -> np.ndarray:
+    return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
+
+
+def _halves(*numbers: np.ndarray) -> np.ndarray:
+    """Numbers [blocks, 1] as bytes of float16, side by side."""
+    joined = np.concatenate([n.reshape(-1, 1) for n in numbers], axis=1)
+    return np.clip(joined, -65504, 65504).astype("<f2").view(np.uint8)
+
+
+def _packed(code: np.ndarray, bits: int, *planes: int) -> np.ndarray:
+    """What `_planes` undoes: codes [blocks, n] as bytes, [*planes] runs to a block."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    code = code.astype(np.uint8) & np.uint8((1 << bits) - 1)
+    code = code.reshape(len(code), *planes, 8 // bits, -1) << shifts
+    return np.bitwise_or.reduce(code, axis=-2).reshape(len(code), -1)
+
+
+def _away(x: np.ndarray) -> np.ndarray:
+    """Rounded to whole numbers, halves away from zero, as C's roundf does."""
+    return np.trunc(x + np.copysign(0.5, x))
+
+
+def _encode_symmetric(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Unsigned codes and d: the value of largest magnitude gets the lowest code."""
+    largest = np.take_along_axis(x, np.abs(x).argmax(-1, keepdims=True), -1)
+    half = 1 << (bits - 1)
+    d = largest / np.float32(-half)
+    units = x.astype(np.float64) * _inverse(d).astype(np.float64)
+    return np.trunc(units + (half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8), d
+
+
+def _encode_affine(x: np.ndarray, bits: int):
+    """Unsigned codes, d and m: the lowest value gets code 0, the highest the last."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    d = (high - low) / np.float32((1 << bits) - 1)
+    units = (x - low).astype(np.float64) * _inverse(d).astype(np.float64)
+    code = np.trunc(units + 0.5).clip(0, (1 << bits) - 1).astype(np.uint8)
+    return code, d, low
+
+
+def _encode_q4_0(x: np.ndarray) -> np.ndarray:
+    code, d = _encode_symmetric(x, 4)
+    return np.concatenate([_halves(d), _packed(code, 4)], axis=1)
+
+
+def _encode_q4_1(x: np.ndarray) -> np.ndarray:
+    code, d, m = _encode_affine(x, 4)
+    return np.concatenate([_halves(d, m), _packed(code, 4)], axis=1)
+
+
+def _fifth_packed(code: np.ndarray) -> np.ndarray:
+    return np.packbits(code >> 4 & 1, axis=1, bitorder="little")
+
+
+def _encode_q5_0(x: np.ndarray) -> np.ndarray:
+    code, d = _encode_symmetric(x, 5)
+    return np.concatenate([_halves(d), _fifth_packed(code), _packed(code, 4)], axis=1)
+
+
+def _encode_q5_1(x: np.ndarray) -> np.ndarray:
+    code, d, m = _encode_affine(x, 5)
+    parts = [_halves(d, m), _fifth_packed(code), _packed(code, 4)]
+    return np.concatenate(parts, axis=1)
+
+
+def _encode_q8_0(x: np.ndarray) -> np.ndarray:
+    d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    code = _away(x * _inverse(d)).astype(np.int8)
+    return np.concatenate([_halves(d), code.view(np.uint8)], axis=1)
+
+
+def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
+    largest = np.abs(x).max(-1, keepdims=True)
+    exponent = np.frexp(largest)[1] - 1 - 2  # 2^2 is the largest power of e2m1
+    exponent = np.where(largest > 0, exponent, -127).clip(-127, 127)
+    levels = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    levels = levels.astype(np.float32)
+    units = x / np.ldexp(np.float32(1), exponent)
+    code = np.abs(units[..., None] - levels).argmin(-1).astype(np.uint8)
+    head = (exponent + 127).astype(np.uint8)
+    return np.concatenate([head, _packed(code, 4)], axis=1)
+
+
+def _fit_affine(x: np.ndarray, most: int, steps: int = 8):
+    """Scale and minimum of tiles [..., t], x ~ scale * code - least, least >= 0.
+
+    Of several windows around the values' own, each refitted by least squares to the codes
+    that it gives, the one that loses least; large values weigh more.
+    """
+    weight = np.abs(x) + np.sqrt((x * x).mean(-1, keepdims=True))
+    low = np.minimum(x.min(-1, keepdims=True), 0)
+    span = x.max(-1, keepdims=True) - low
+    best = (span / most, -low)
+    least_loss = np.full(low.shape, np.inf, np.float32)
+    total, sum_x = weight.sum(-1, keepdims=True), (weight * x).sum(-1, keepdims=True)
+    for step in np.linspace(-0.9, 0.9, steps + 1, dtype=np.float32):
+        code = np.rint((x - low) * (most + step) / np.maximum(span, _TINY)).clip(
+            0, most
+        )
+        sum_l = (weight * code).sum(-1, keepdims=True)
+        sum_l2 = (weight * code * code).sum(-1, keepdims=True)
+        sum_xl = (weight * x * code).sum(-1, keepdims=True)
+        spread = total * sum_l2 - sum_l * sum_l
+        ok = spread > 0
+        safe = np.where(ok, spread, 1)
+        scale = (total * sum_xl - sum_x * sum_l) / safe
+        floor = (sum_l2 * sum_x - sum_l * sum_xl) / safe
+        alone = sum_xl / np.where(
+            sum_l2 > 0, sum_l2, 1
+        )  # where the minimum would be > 0
+        scale, floor = np.where(floor > 0, alone, scale), np.minimum(floor, 0)
+        loss = (weight * (scale * code + floor - x) ** 2).sum(-1, keepdims=True)
+        wins = ok & (scale > 0) & (loss < least_loss)
+        best = (np.where(wins, scale, best[0]), np.where(wins, -floor, best[1]))
+        least_loss = np.where(wins, loss, least_loss)
+    return best
+
+
+def _six_packed(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Twelve bytes of eight scales and eight minima of 6 bits: `_six_bits` undoes it."""
+    first = scale[:, :4] | scale[:, 4:] >> 4 << 6
+    second = least[:, :4] | least[:, 4:] >> 4 << 6
+    third = scale[:, 4:] & 15 | (least[:, 4:] & 15) << 4
+    return np.concatenate([first, second, third], axis=1)
+
+
+def _encode_six_bits(x: np.ndarray, bits: int):
+    """Codes [blocks, 256], and the sixteen bytes before them, of Q4_K and Q5_K."""
+    most = (1 << bits) - 1
+    tiles = x.reshape(len(x), 8, 32)
+    scale, least = (part[..., 0] for part in _fit_affine(tiles, most))
+    d = scale.max(-1, keepdims=True) / np.float32(63)
+    dmin = least.max(-1, keepdims=True) / np.float32(63)
+    heads = _halves(d, dmin)
+    d, dmin = _half(heads[:, :2]), _half(heads[:, 2:])  # as they will be read
+    sixth = lambda part, unit: np.rint(part * _inverse(unit)).clip(0, 63)
+    scale, least = sixth(scale, d), sixth(least, dmin)
+    units = (tiles + (dmin * least)[..., None]) * _inverse(d * scale)[..., None]
+    code = np.rint(units).clip(0, most).astype(np.uint8).reshape(len(x), 256)
+    packed = _six_packed(scale.astype(np.uint8), least.astype(np.uint8))
+    return code, np.concatenate([heads, packed], axis=1)
+
+
+def _encode_q4_k(x: np.ndarray) -> np.ndarray:
+    code, heads = _encode_six_bits(x, 4)
+    return np.concatenate([heads, _packed(code, 4, 4)], axis=1)
+
+
+def _encode_q5_k(x: np.ndarray) -> np.ndarray:
+    code, heads = _encode_six_bits(x, 5)
+    high = _packed(code >> 4, 1)
+    return np.concatenate([heads, high, _packed(code, 4, 4)], axis=1)
+
+
+def _encode_q6_k(x: np.ndarray) -> np.ndarray:
+    tiles = x.reshape(len(x), 16, 16)
+    at = np.abs(tiles).argmax(-1, keepdims=True)
+    largest = np.take_along_axis(tiles, at, -1)
+    weight = tiles * tiles
+    best = largest / np.float32(-32)
+    most = np.full(best.shape, -np.inf, np.float32)
+    for step in np.linspace(-0.9, 0.9, 10, dtype=np.float32):
+        code = np.rint(tiles * -(32 + step) * _inverse(largest)).clip(-32, 31)
+        sum_xl = (weight * tiles * code).sum(-1, keepdims=True)
+        sum_l2 = (weight * code * code).sum(-1, keepdims=True)
+        gain = (
+            sum_xl * sum_xl * _inverse(sum_l2)
+        )  # what the best scale takes off the loss
+        wins = gain > most
+        best = np.where(wins, sum_xl * _inverse(sum_l2), best)
+        most = np.where(wins, gain, most)
+    scale = best[..., 0]
+    top = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)
+    d = _half(_halves(top / np.float32(-128)))
+    scale = np.rint(scale * _inverse(d)).clip(-128, 127)
+    code = np.rint(tiles * _inverse(d * scale)[..., None]).clip(-32, 31) + 32
+    code = code.astype(np.uint8).reshape(len(x), 256)
+    low = _packed(code, 4, 2)
+    high = _packed(code >> 4, 2, 2)
+    scales = scale.astype(np.int8).view(np.uint8)
+    return np.concatenate([low, high, scales, _halves(d)], axis=1)
+
+
 ROWS = [
-    #     name   number size bytes tile  here    read
-    Block("Q4_0",     2,  32,   18,  32, "int4", _read_q4_0),
-    Block("Q4_1",     3,  32,   20,  32, "int4", _read_q4_1),
-    Block("Q5_0",     6,  32,   22,  32, "int5", _read_q5_0),
-    Block("Q5_1",     7,  32,   24,  32, "int5", _read_q5_1),
-    Block("Q8_0",     8,  32,   34,  32, "int8", _read_q8_0),
-    Block("Q2_K",    10, 256,   84,  16, "int2", _read_q2_k),
-    Block("Q3_K",    11, 256,  110,  16, "int3", _read_q3_k),
-    Block("Q4_K",    12, 256,  144,  32, "int4", _read_q4_k),
-    Block("Q5_K",    13, 256,  176,  32, "int5", _read_q5_k),
-    Block("Q6_K",    14, 256,  210,  16, "int6", _read_q6_k),
-    Block("MXFP4",   39,  32,   17,  32, "mxfp4", _read_mxfp4),
+    #     name   number size bytes tile  here     read        write
+    Block("Q4_0",     2,  32,   18,  32, "int4",  _read_q4_0, _encode_q4_0),
+    Block("Q4_1",     3,  32,   20,  32, "int4",  _read_q4_1, _encode_q4_1),
+    Block("Q5_0",     6,  32,   22,  32, "int5",  _read_q5_0, _encode_q5_0),
+    Block("Q5_1",     7,  32,   24,  32, "int5",  _read_q5_1, _encode_q5_1),
+    Block("Q8_0",     8,  32,   34,  32, "int8",  _read_q8_0, _encode_q8_0),
+    Block("Q2_K",    10, 256,   84,  16, "int2",  _read_q2_k),
+    Block("Q3_K",    11, 256,  110,  16, "int3",  _read_q3_k),
+    Block("Q4_K",    12, 256,  144,  32, "int4",  _read_q4_k, _encode_q4_k),
+    Block("Q5_K",    13, 256,  176,  32, "int5",  _read_q5_k, _encode_q5_k),
+    Block("Q6_K",    14, 256,  210,  16, "int6",  _read_q6_k, _encode_q6_k),
+    Block("MXFP4",   39,  32,   17,  32, "mxfp4", _read_mxfp4, _encode_mxfp4),
 ]  # fmt: skip
 
 BLOCKS = {row.name: row for row in ROWS}
@@ -228,3 +420,40 @@ def to_qarray(block: Block, parts: Parts, shape: tuple[int, ...]) -> QArray:
     code = (code - np.int8(half)).astype(fmt.dtype)
     zero_point = (zero_point - np.float32(half)).reshape(tiles)
     return QArray(code.reshape(shape), scale.reshape(tiles), zero_point, fmt.qtype)
+
+
+# QArrays whose codes a kind of block holds as they are: format, with a zero point or not
+EXACT = {
+    ("int4", False): "Q4_0", ("int4", True): "Q4_1", ("int5", False): "Q5_0",
+    ("int5", True): "Q5_1", ("int8", False): "Q8_0", ("mxfp4", False): "MXFP4",
+}  # fmt: skip
+
+
+def kind_of(q: QArray) -> str | None:
+    """The kind of block that holds a QArray's codes as they are; None without one."""
+    is_tiled = q.ndim >= 2 and q.scale_tile_shape[-1] == 32
+    if not is_tiled or any(t != 1 for t in q.scale_tile_shape[:-1]):
+        return None
+    return EXACT.get((q.format.name, q.zero_point is not None))
+
+
+def write_codes(q: QArray) -> np.ndarray:
+    """Bytes [blocks, nbytes] of a QArray that `kind_of` has a kind for: the same codes, and
+    scales (and offsets) rounded to float16."""
+    name = kind_of(q)
+    assert name is not None
+    codes = np.asarray(q.qvalue).reshape(-1, 32)
+    scale = np.asarray(q.scale, np.float32).reshape(-1, 1)
+    if name == "MXFP4":
+        head = scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+        return np.concatenate([head, _packed(codes.view(np.uint8), 4)], axis=1)
+    if name == "Q8_0":
+        return np.concatenate([_halves(scale), codes.view(np.uint8)], axis=1)
+    half = 1 << (q.format.bits - 1)
+    raw = (codes.astype(np.int8) + np.int8(half)).astype(np.uint8)
+    heads = _halves(scale)
+    if q.zero_point is not None:
+        zero = np.asarray(q.zero_point).astype(np.float32).reshape(-1, 1)
+        heads = _halves(scale, -(zero + half) * scale)
+    high = [_fifth_packed(raw)] if q.format.bits == 5 else []
+    return np.concatenate([heads, *high, _packed(raw, 4)], axis=1)

@@ -1,0 +1,559 @@
+"""Export: a model, quantized on the way or quantized already, into a folder of others.
+
+    export(source, path, "w4a16")         compressed-tensors, for vLLM and transformers
+    export(source, path, "awq")           AWQ's layout      "gptq"  GPTQ's      "mlx4"  MLX
+    export(source, path, "q4_k")          a .gguf file, see gguf_export.py
+
+A source is anything with the names of a Hugging Face folder (interop/huggingface.py): such a
+folder, a quantized one, a .gguf file, or a tree of ours under a table of names. A float
+matrix is rounded to nearest, in the format that `TARGETS` has under the target's name. What
+is quantized already keeps its codes: it is written as it is, or refused.
+
+First everything is looked at: what the target cannot say is refused, or listed, before a
+byte is written. Then tensor after tensor is read, quantized and put into files of half a
+gigabyte, so memory is that and one tensor. All this happens in `<path>.partial`; what is
+done is noted there, so that the same command goes on after a kill, and the folder gets its
+name when it is whole.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from midtread.interop import compressed_tensors, gptq, huggingface, layouts, mlx
+from midtread.interop import safetensors as files
+from midtread.numerics.qarray import QArray, quantize_by_spec
+from midtread.numerics.spec import Spec
+
+FILE_BYTES = 500_000_000  # of a file, and so of what waits to be written
+ROWS_AT_ONCE = 1 << 24  # elements of a large matrix that are quantized together
+_STATE = "export.json"
+# matrices that are looked up or choose experts, and the head: left as they are
+LEFT = r".*embed_tokens.*|.*\.wte\..*|lm_head\..*|.*\.(mlp\.gate|gate|router)\.weight|.*norm.*"
+
+
+class Target(NamedTuple):
+    """One row of `TARGETS`.
+
+    Args:
+        name: to ask for it by.
+        layout: whose files these are.
+        qtype: the format of codes.
+        tile: columns that share a scale, "row" for all of a row, or (rows, columns).
+        calibration: how the range of a tile is found.
+        activations: whoever runs the model quantizes activations, too.
+        words: what it is, for people.
+    """
+
+    name: str
+    layout: str
+    qtype: str
+    tile: int | str | tuple[int, int]
+    calibration: str = "absmax"
+    activations: bool = False
+    words: str = ""
+
+
+_CT = "compressed-tensors"
+ROWS = [
+    #      name          layout   codes            tile        range     activations
+    Target("w4a16",      _CT,     "int4",          128,        words="4-bit weights"),
+    Target("w4a16_asym", _CT,     "int4",          128,        "minmax", words="with zero points"),
+    Target("w8a16",      _CT,     "int8",          128,        words="8-bit weights"),
+    Target("w8a8",       _CT,     "int8",          "row",      "absmax", True, "8-bit integers"),
+    Target("fp8",        _CT,     "float8_e4m3fn", "row",      "absmax", True, "8-bit floats"),
+    Target("fp8_block",  _CT,     "float8_e4m3fn", (128, 128), "absmax", True, "in blocks"),
+    Target("nvfp4",      _CT,     "nvfp4",         16,         words="4-bit floats, NVIDIA's"),
+    Target("mxfp4",      _CT,     "mxfp4",         32,         words="4-bit floats, OCP's"),
+    Target("gptq",       "GPTQ",  "int4",          128,        words="GPTQ's layout"),
+    Target("awq",        "AWQ",   "int4",          128,        "minmax", words="AWQ's layout"),
+    Target("mlx4",       "MLX",   "int4",          64,         words="mlx-lm, 4 bits"),
+    Target("mlx8",       "MLX",   "int8",          64,         words="mlx-lm, 8 bits"),
+]  # fmt: skip
+TARGETS = {row.name: row for row in ROWS}
+
+
+def target_of(name: str, group_size: int | None = None) -> Target:
+    """A row of the table, with other groups where asked for.
+
+    Raises:
+        ValueError: there is no such target, or its groups are fixed.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"format {name!r} is not written; {', '.join(TARGETS)} are.")
+    target = TARGETS[name]
+    if group_size is None:
+        return target
+    if target.qtype in ("nvfp4", "mxfp4") or not isinstance(target.tile, int):
+        raise ValueError(
+            f"group_size={group_size}: format {name} has {_tile_words(target)}. Drop it."
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} should be above 0.")
+    return target._replace(tile=group_size)
+
+
+def _tile_words(target: Target) -> str:
+    if target.tile == "row":
+        return "a scale for every row"
+    if isinstance(target.tile, tuple):
+        return f"blocks of {target.tile[0]} x {target.tile[1]}"
+    return f"groups of {target.tile}"
+
+
+# --- one matrix ------------------------------------------------------------------------------
+
+
+def spec_of(target: Target) -> Spec:
+    """How a matrix [rows, columns] is quantized for a target."""
+    rows, columns = target.tile if isinstance(target.tile, tuple) else (1, target.tile)
+    tiles: dict[int, int] = {}
+    if columns != "row":
+        tiles[1] = int(columns)
+    if rows != 1:
+        tiles[0] = rows
+    return Spec(
+        target.qtype,
+        channelwise_axes=() if 0 in tiles else (0,),
+        tiled_axes=tiles,
+        calibration=target.calibration,
+    )
+
+
+@jax.jit(static_argnums=1)
+def _quantize(x: jax.Array, spec: Spec) -> QArray:
+    return quantize_by_spec(x, spec)
+
+
+def quantized(x: np.ndarray, spec: Spec) -> QArray:
+    """A matrix rounded to nearest, in numpy arrays: some rows at a time if it is large."""
+    rows = len(x)
+    step = max(ROWS_AT_ONCE // x.shape[1] // 128, 1) * 128
+    if (
+        spec.format.scale == "two_level" or rows <= step
+    ):  # or a scale of the whole matrix
+        return _quantize(x, spec).map(np.asarray)
+    pieces = [
+        _quantize(x[i : i + step], spec).map(np.asarray) for i in range(0, rows, step)
+    ]
+    join = lambda *parts: np.concatenate(parts)
+    return jax.tree.map(join, *pieces)
+
+
+class Groups(NamedTuple):
+    """What GPTQ, AWQ and MLX have to know of a module: bits, columns to a scale, and
+    whether zero is in the middle."""
+
+    bits: int
+    size: int
+    is_symmetric: bool
+
+
+_WRITERS = {"GPTQ": gptq.write_gptq, "AWQ": gptq.write_awq, "MLX": mlx.write}
+
+
+def _scheme_and_tensors(q: QArray, target: Target, module: str):
+    """What the config has to say of a module, and its tensors by their whole names."""
+    if target.layout == _CT:
+        scheme, made = compressed_tensors.write(q, target.activations, module)
+    else:
+        made = _WRITERS[target.layout](q, module)
+        size = layouts.group_size(q, module)
+        scheme = Groups(q.format.bits, size, q.zero_point is None)
+    return scheme, {f"{module}.{end}": array for end, array in made.items()}
+
+
+def _config(target: Target, schemes: Mapping[str, Any], left: Sequence[str]):
+    """What goes into config.json, by key."""
+    if target.layout == _CT:
+        return {"quantization_config": compressed_tensors.config(schemes, left)}
+    kinds = list(dict.fromkeys(schemes.values()))
+    bits, size, _ = max(kinds, key=list(schemes.values()).count)
+    if target.layout == "MLX":
+        others = {m: mlx.config(s.bits, s.size) for m, s in schemes.items()
+                  if (s.bits, s.size) != (bits, size)}  # fmt: skip
+        return {"quantization": {**mlx.config(bits, size), **others}}
+    if target.layout == "GPTQ":
+        made = gptq.gptq_config(bits, size, all(s.is_symmetric for s in kinds))
+    else:
+        made = gptq.awq_config(size)
+        made["modules_to_not_convert"] = list(left) or None
+    return {"quantization_config": made}
+
+
+# --- the plan --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What will be done with each tensor.
+
+    Args:
+        weights: names that become codes, in the order of the source.
+        plain: names that are copied.
+        notes: sentences about what is left in float, and why.
+    """
+
+    weights: tuple[str, ...]
+    plain: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
+    """Looks at every tensor of a source before anything is written.
+
+    Args:
+        source: see the top of this file.
+        target: from `target_of`.
+        skip: regular expressions for names that are left in float.
+
+    Raises:
+        ValueError: a weight cannot be said in the target's layout.
+    """
+    left = re.compile("|".join([LEFT, *skip]))
+    weights, plain, odd, seen = [], [], [], {}
+    for name, about in source.tensors.items():
+        is_weight = name.endswith(".weight") and len(about.shape) == 2
+        if is_quantized(source, name):
+            seen.setdefault(_check_codes(source, name, target), name)
+            weights.append(name)
+        elif is_weight and not left.fullmatch(name):
+            _check_groups(source, name, about.shape, target)
+            weights.append(name)
+        else:
+            plain.append(name)
+            if len(about.shape) == 3:
+                odd.append(name)
+    kinds = {
+        (s.bits, s.size): name for s, name in seen.items() if isinstance(s, Groups)
+    }
+    if len(kinds) > 1 and target.layout in ("GPTQ", "AWQ"):
+        (one, a), (other, b), *_ = kinds.items()
+        raise ValueError(
+            f"{source.name}: {a!r} has {one[0]} bits in groups of {one[1]}, {b!r} {other[0]} "
+            f"in groups of {other[1]}; {target.layout} has one kind for all."
+        )
+    if not weights:
+        raise ValueError(f"{source.name} holds no matrix that {target.name} is for.")
+    notes = []
+    if odd:
+        notes.append(
+            f"{len(odd)} tensors of several matrices stay in float ({odd[0]}, ...): "
+            f"{target.layout} holds matrices one by one."
+        )
+    return Plan(tuple(weights), tuple(plain), tuple(notes))
+
+
+def is_quantized(source: Any, name: str) -> bool:
+    """Whether a source has a tensor in codes."""
+    check = getattr(source, "is_quantized", None)
+    return check(name) if check else name in getattr(source, "weights", ())
+
+
+def _check_groups(
+    source: Any, name: str, shape: tuple[int, ...], target: Target
+) -> None:
+    size = target.tile[1] if isinstance(target.tile, tuple) else target.tile
+    if size == "row" or shape[1] % int(size) == 0:
+        return
+    fits = [n for n in (256, 128, 64, 32, 16) if shape[1] % n == 0]
+    hint = f"Write group_size={fits[0]}" if fits else "Leave it out"
+    if target.qtype in ("nvfp4", "mxfp4") or isinstance(target.tile, tuple):
+        hint = f"Leave it out: skip={re.escape(name)}"
+    raise ValueError(
+        f"{source.name}: {name!r} has {shape[1]} columns, which are not "
+        f"{_tile_words(target)}, as {target.name} has them. {hint}."
+    )
+
+
+def _check_codes(source: Any, name: str, target: Target) -> Any:
+    module = name.removesuffix(".weight")
+    return _scheme_and_tensors(source.read(name), target, module)[0]
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far an export is, for the terminal."""
+
+    done: int = 0
+    total: int = 0
+    read: int = 0
+    written: int = 0
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def __str__(self) -> str:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        return (
+            f"{self.done}/{self.total} tensors, {self.read / 1e6:,.0f} MB read, "
+            f"{self.written / 1e6:,.0f} MB written, {self.read / seconds / 1e6:,.0f} MB/s"
+        )
+
+
+def export(
+    source: Any,
+    path: Any,
+    format: str,
+    *,
+    group_size: int | None = None,
+    skip: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+    also: Sequence[Any] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> pathlib.Path:
+    """Writes a model quantized, as a folder (or a .gguf file) that others read.
+
+    Args:
+        source: a Folder, what `open_model` gives, or anything like it.
+        path: of the folder; it must not be there.
+        format: a name of `TARGETS`, or a kind of block for GGUF.
+        group_size: columns that share a scale, instead of the format's own.
+        skip: regular expressions for tensors that stay as they are.
+        config: instead of the source's config.json.
+        also: files to copy along, such as the tokenizer's.
+        say: what is told how far it is.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: the source, the format or the path is not one this can be done with.
+    """
+    from midtread.interop import gguf_export
+
+    if format in gguf_export.KINDS:
+        return gguf_export.export(
+            source, path, format, group_size=group_size, skip=skip, config=config,
+            also=also, say=say,
+        )  # fmt: skip
+    target = target_of(format, group_size)
+    path = pathlib.Path(path)
+    if path.exists():
+        raise ValueError(f"{path} is there already: choose another name.")
+    planned = plan(source, target, skip)
+    for note in planned.notes:
+        say(note)
+    left = [
+        name.removesuffix(".weight")
+        for name in planned.plain
+        if name.endswith(".weight") and len(source.tensors[name].shape) == 2
+    ]
+    partial = path.with_name(f"{path.name}.partial")
+    work = _Work.begin(partial, _fingerprint(source, target, planned))
+    if work.files:
+        say(f"{partial}: going on after {work.num_done} tensors")
+    schemes = _write_files(source, target, planned, work, say)
+    index = work.finish()
+    about = {**(source.config if config is None else config)}
+    about.pop("quantization_config", None)
+    about.pop("quantization", None)
+    about |= _config(target, schemes, left)
+    if index:
+        huggingface.write_json(partial / huggingface.INDEX, index)
+    for file in also:
+        if pathlib.Path(file).is_file():
+            shutil.copy(file, partial / pathlib.Path(file).name)
+    huggingface.write_json(partial / "config.json", about)
+    (partial / _STATE).unlink()
+    partial.rename(path)
+    return path
+
+
+def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
+    """What must be the same for an export to go on."""
+    held = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
+    return {
+        "source": source.name,
+        "target": json.loads(json.dumps(target)),
+        "weights": list(planned.weights),
+        "tensors": held,
+    }
+
+
+def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
+    """Tensor after tensor; the scheme of each module, where the layout has one."""
+    order = list(source.tensors)
+    spec, weights = spec_of(target), frozenset(planned.weights)
+    progress = Progress(work.num_done, len(order))
+    schemes: dict[str, Any] = {m: _scheme(s) for m, s in work.schemes.items()}
+    waiting: dict[str, np.ndarray] = {}
+    pending: dict[str, Any] = {}
+    done = work.num_done
+    for i, name in enumerate(order[done:], done + 1):
+        array = source.read(name)
+        progress.read += sum(np.asarray(x).nbytes for x in jax.tree.leaves(array))
+        if name in weights:
+            module = name.removesuffix(".weight")
+            q = array if isinstance(array, QArray) else quantized(array, spec)
+            scheme, made = _scheme_and_tensors(q, target, module)
+            waiting |= made
+            pending[module] = scheme
+            del q, made
+        else:
+            waiting[name] = np.asarray(array)
+        del array
+        progress.done = i
+        size = sum(a.nbytes for a in waiting.values())
+        if size >= FILE_BYTES or i == len(order):
+            work.write(waiting, i, pending)
+            progress.written += size
+            schemes |= pending
+            waiting, pending = {}, {}
+            say(f"{progress}")
+    return schemes
+
+
+def _scheme(fields: list) -> Any:
+    """A scheme again, from JSON."""
+    if len(fields) == len(Groups._fields) and isinstance(fields[0], int):
+        return Groups(*fields)
+    form, *items = fields
+    pairs = [
+        tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in part)
+        for part in items
+    ]
+    return compressed_tensors.Scheme(form, *pairs)
+
+
+class _Work:
+    """The folder in the making, and its notes of what is done."""
+
+    def __init__(self, folder: pathlib.Path, state: dict[str, Any]):
+        self.folder, self.state = folder, state
+
+    @classmethod
+    def begin(cls, folder: pathlib.Path, fingerprint: dict[str, Any]) -> "_Work":
+        """Where an export of the same was cut off, or a new one."""
+        try:
+            state = json.loads((folder / _STATE).read_text())
+        except (OSError, ValueError):
+            state = {}
+        if state.get("of") != fingerprint or not all(
+            (folder / file).is_file() for file, _ in state.get("files", ())
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            state = {"of": fingerprint, "files": [], "done": 0, "schemes": {}}
+        return cls(folder, state)
+
+    @property
+    def files(self) -> list:
+        return self.state["files"]
+
+    @property
+    def num_done(self) -> int:
+        return self.state["done"]
+
+    @property
+    def schemes(self) -> dict[str, Any]:
+        return self.state["schemes"]
+
+    def write(self, arrays: Mapping[str, np.ndarray], done: int, schemes) -> None:
+        file = f"part-{len(self.files) + 1:05}.safetensors"
+        about = {k: huggingface.Tensor(a.shape, a.dtype) for k, a in arrays.items()}
+        files.write(self.folder / file, about, arrays.values(), {"format": "pt"})
+        self.files.append([file, {k: a.nbytes for k, a in arrays.items()}])
+        self.state |= {"done": done, "schemes": {**self.schemes, **schemes}}
+        huggingface.write_json(self.folder / _STATE, self.state)
+
+    def finish(self) -> dict[str, Any]:
+        """Gives the files the names that others look for; the index, {} for one file."""
+        count = len(self.files)
+        name = lambda i: f"model-{i:05}-of-{count:05}.safetensors"
+        names = (
+            [name(i) for i in range(1, count + 1)]
+            if count > 1
+            else ["model.safetensors"]
+        )
+        weight_map, total = {}, 0
+        for (file, held), new in zip(self.files, names):
+            if (self.folder / file).exists():
+                os.replace(self.folder / file, self.folder / new)
+            weight_map |= dict.fromkeys(held, new)
+            total += sum(held.values())
+        if count == 1:
+            return {}
+        return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+# --- trees of ours ---------------------------------------------------------------------------
+
+
+class TreeSource:
+    """A tree of arrays and QArrays as a source, under a table of names.
+
+    Args:
+        tree: arrays by path, with slashes: [in, out] kernels, stacks of layers.
+        table: a Row of interop/huggingface.py for every array.
+        config: config.json of the model.
+        name: to call it by, in errors.
+    """
+
+    def __init__(
+        self,
+        tree: Mapping[str, Any],
+        table: huggingface.Table,
+        config: Mapping[str, Any],
+        name: str = "the tree",
+    ):
+        self.name, self.config, self.notes = name, dict(config), ()
+        self.tree = tree
+        self.rows: dict[str, list[tuple[Any, str, tuple[int, ...]]]] = {}
+        for row in table:
+            for tensor, path, index in row.places():
+                self.rows.setdefault(tensor, []).append((row, path, index))
+        named = {path for rows in self.rows.values() for _, path, _ in rows}
+        for path in sorted(named ^ {*tree}):
+            where = "table" if path in tree else "tree"
+            raise ValueError(f"{path!r} is missing from the {where} of {name}.")
+        self.tensors = {tensor: self._about(tensor) for tensor in self.rows}
+
+    def _about(self, tensor: str) -> huggingface.Tensor:
+        shapes = [list(self._view(*place).shape) for place in self._shapes(tensor)]
+        axis = self.rows[tensor][0][0].axis
+        shapes[0][axis : axis + 1] = [sum(s[axis] for s in shapes)] if shapes[0] else []
+        dtype = self.tree[self.rows[tensor][0][1]].dtype
+        return huggingface.Tensor(tuple(shapes[0]), np.dtype(dtype))
+
+    def _shapes(self, tensor: str) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:
+        for row, path, index in self.rows[tensor]:
+            yield row, np.broadcast_to(np.int8(0), self.tree[path].shape), index
+
+    def _view(self, row: Any, array: Any, index: tuple[int, ...]) -> Any:
+        array = array[index] if index else array
+        return array.swapaxes(-1, -2) if row.turned else array
+
+    def is_quantized(self, tensor: str) -> bool:
+        return any(
+            isinstance(self.tree[path], QArray) for _, path, _ in self.rows[tensor]
+        )
+
+    def read(self, tensor: str) -> Any:
+        """The tensor, [out, in]: parts of it are joined."""
+        pieces = []
+        for row, path, index in self.rows[tensor]:
+            piece = self._view(row, self.tree[path], index)
+            pieces.append(jax.tree.map(np.asarray, piece))
+        if len(pieces) == 1:
+            return pieces[0]
+        row = self.rows[tensor][0][0]
+        if any(row.part.step not in (None, 1) for row, *_ in self.rows[tensor]):
+            raise layouts.refuse(
+                tensor, "its parts take turns, and are not joined here"
+            )
+        ordered = sorted(
+            zip(self.rows[tensor], pieces), key=lambda pair: pair[0][0].part.start or 0
+        )
+        join = lambda *parts: np.concatenate(parts, axis=row.axis)
+        return jax.tree.map(join, *(piece for _, piece in ordered))

@@ -1,0 +1,250 @@
+"""GGUF export: a model as one file for llama.cpp.
+
+Matrices become blocks of the kind asked for; embedding and head become Q8_0 (Q6_K beside
+K-quants), norms and biases F32, routers F32. Matrices whose rows are not a number of blocks
+(576 columns and blocks of 256) take the nearest kind of blocks of 32, and are listed. Codes
+that are codes already are written as they are where a kind of block holds them, with their
+scales rounded to float16, and refused elsewhere.
+
+The header is written first, then tensor after tensor; after a kill the same command goes on
+behind the last whole tensor. The file has its name when it is whole.
+"""
+
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from midtread.interop import gguf, gguf_blocks, gguf_models, gguf_tokenizer, layouts
+from midtread.interop.export import Progress, is_quantized
+from midtread.numerics.qarray import QArray
+
+# the name to ask for -> the kind of block
+KINDS = {
+    block.name.lower() if block.name != "MXFP4" else "gguf_mxfp4": block.name
+    for block in gguf_blocks.ROWS
+    if block.encode
+}
+_SMALLER = {"Q4_K": "Q4_1", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # blocks of 32 instead
+_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14,
+               "Q5_K": 16, "Q6_K": 18, "MXFP4": 38}  # fmt: skip
+_TABLES = ("token_embd.weight", "output.weight")
+
+
+def export(
+    source: Any,
+    path: Any,
+    format: str,
+    *,
+    group_size: int | None = None,
+    skip: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+    also: Sequence[Any] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> pathlib.Path:
+    """Writes a model as a .gguf file; see `export.export` for the arguments."""
+    path, kind = pathlib.Path(path), KINDS[format]
+    if group_size is not None:
+        raise ValueError(
+            f"group_size={group_size}: blocks of {format} have a size of their own. Drop it."
+        )
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path}: a file for llama.cpp is called something.gguf.")
+    if path.exists():
+        raise ValueError(f"{path} is there already: choose another name.")
+    about = dict(source.config if config is None else config)
+    model = gguf_models.BY_TYPE.get(about.get("model_type", ""))
+    if model is None:
+        known = ", ".join(gguf_models.BY_TYPE)
+        raise ValueError(
+            f"{source.name}: model_type {about.get('model_type')!r} is not written to GGUF; "
+            f"{known} are."
+        )
+    names = _names(source, model)
+    kinds, odd = _kinds(source, names, kind, skip)
+    for note in odd:
+        say(note)
+    metadata = metadata_of(about, model, source, kind)
+    metadata |= gguf_tokenizer.metadata(also, about.get("vocab_size", 0), say)
+    head = gguf.header(metadata, kinds)
+    partial = path.with_name(f"{path.name}.partial")
+    done = _resume(partial, head, kinds)
+    if done:
+        say(f"{partial}: going on after {done} tensors")
+    progress = Progress(done, len(kinds))
+    with open(partial, "r+b" if done else "wb") as file:
+        if not done:
+            file.write(head)
+        file.seek(0, os.SEEK_END)
+        for tensor, (block, shape) in list(kinds.items())[done:]:
+            raw, read = _bytes(source, names[tensor], block, model, about)
+            assert raw.nbytes == gguf.nbytes(block, shape), tensor
+            file.write(raw.reshape(-1).view(np.uint8).data)
+            file.write(bytes(-raw.nbytes % 32))
+            file.flush()
+            progress.done += 1
+            progress.read, progress.written = (
+                progress.read + read,
+                progress.written + raw.nbytes,
+            )
+            if progress.done % 20 == 0 or progress.done == len(kinds):
+                say(f"{progress}")
+    os.replace(partial, path)
+    return path
+
+
+def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
+    """llama.cpp's tensors, each with the names it is made of: one, or every expert's."""
+    found: dict[str, dict[int, str]] = {}
+    for name in source.tensors:
+        place = gguf_models.to_tensor(name, model)
+        if place is None:
+            raise ValueError(
+                f"{source.name}: {name!r} has no name in llama.cpp's {model.name}."
+            )
+        tensor, expert = place
+        found.setdefault(tensor, {})[expert or 0] = name
+    return {k: [held[e] for e in sorted(held)] for k, held in found.items()}
+
+
+def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str]):
+    """Kind and shape of every tensor; sentences about those that differ from `kind`."""
+    left = re.compile("|".join(skip) or r"(?!)")
+    made: dict[str, tuple[str, tuple[int, ...]]] = {}
+    odd: dict[str, list[str]] = {}
+    for tensor, held in names.items():
+        shape = source.tensors[held[0]].shape
+        if tensor.endswith("_exps.weight"):
+            shape = (len(held), *shape)
+        wanted = kind
+        if tensor in _TABLES:
+            wanted = "Q6_K" if kind.endswith("_K") else "Q8_0"
+        if len(shape) == 1 or "ffn_gate_inp" in tensor or left.fullmatch(held[0]):
+            made[tensor] = ("F32", shape)
+            continue
+        if is_quantized(source, held[0]):
+            exact = gguf_blocks.kind_of(source.read(held[0]))
+            if exact is None:
+                raise layouts.refuse(
+                    f"{source.name}: {held[0]}",
+                    f"{source.read(held[0])!r} is in no kind of block of GGUF. Export the "
+                    "float model, or quantize in groups of 32",
+                )
+            made[tensor] = (exact, shape)
+            continue
+        if shape[-1] % gguf_blocks.BLOCKS[wanted].size and wanted in _SMALLER:
+            wanted = _SMALLER[wanted]
+            odd.setdefault(wanted, []).append(tensor)
+        if shape[-1] % gguf_blocks.BLOCKS[wanted].size:
+            wanted = "F16"
+            odd.setdefault(wanted, []).append(tensor)
+        made[tensor] = (wanted, shape)
+    notes = [
+        f"{len(tensors)} tensors become {other}: {shape_words(source, names, tensors[0])}."
+        for other, tensors in odd.items()
+    ]
+    return made, notes
+
+
+def shape_words(source: Any, names: Mapping[str, list[str]], tensor: str) -> str:
+    shape = source.tensors[names[tensor][0]].shape
+    return (
+        f"{tensor} has rows of {shape[-1]}, which are no number of the blocks asked for"
+    )
+
+
+def _resume(partial: pathlib.Path, head: bytes, kinds: Mapping) -> int:
+    """Whole tensors that a file in the making has; what follows them is cut off."""
+    if not partial.is_file() or partial.stat().st_size < len(head):
+        return 0
+    with open(partial, "r+b") as file:
+        if file.read(len(head)) != head:
+            return 0
+        size, end, done = partial.stat().st_size, len(head), 0
+        for kind, shape in kinds.values():
+            after = end + -(-gguf.nbytes(kind, shape) // 32) * 32
+            if after > size:
+                break
+            end, done = after, done + 1
+        file.truncate(end)
+    return done
+
+
+def _bytes(
+    source, names: list[str], kind: str, model, config
+) -> tuple[np.ndarray, int]:
+    """A tensor's bytes, and how many were read for it."""
+    made, read = [], 0
+    for name in names:
+        array = source.read(name)
+        heads = gguf_models.turned_heads(model, name, config)
+        if heads:
+            array = gguf.neighbours_turned(array, heads)
+        if isinstance(array, QArray) and kind in gguf_blocks.BLOCKS:
+            made.append(gguf_blocks.write_codes(array))
+            read += made[-1].nbytes
+            continue
+        read += np.asarray(array).nbytes
+        if model.norm_offset and name.endswith("norm.weight"):
+            array = np.asarray(array, np.float32) + np.float32(model.norm_offset)
+        made.append(encoded(np.asarray(array), kind))
+    return np.concatenate([m.reshape(-1).view(np.uint8) for m in made]), read
+
+
+def encoded(x: np.ndarray, kind: str) -> np.ndarray:
+    """Floats as a tensor of some kind; some rows at a time."""
+    if kind not in gguf_blocks.BLOCKS:
+        return x.astype(next(d for name, d in gguf.PLAIN.values() if name == kind))
+    block = gguf_blocks.BLOCKS[kind]
+    assert block.encode is not None
+    flat = x.reshape(-1, block.size)
+    step = max((1 << 21) // block.size, 1)
+    pieces = [
+        block.encode(flat[i : i + step].astype(np.float32))
+        for i in range(0, len(flat), step)
+    ]
+    return np.concatenate(pieces)
+
+
+def metadata_of(
+    config: Mapping[str, Any], model, source: Any, kind: str
+) -> dict[str, Any]:
+    """The keys that config.json amounts to."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stretch = rope.get("rope_type", rope.get("type", "default"))
+    if stretch not in ("default", None):
+        raise layouts.refuse(
+            source.name, f"rope_type {stretch!r} is not written to GGUF; 'default' is"
+        )
+    given = {**rope, **config}
+    if isinstance(rope.get("full_attention"), Mapping):
+        given = {**rope["full_attention"], **config}
+    made: dict[str, Any] = {
+        "general.architecture": model.name,
+        "general.name": str(
+            config.get("_name_or_path") or pathlib.Path(source.name).stem
+        ),
+        "general.quantization_version": 2,
+        "general.file_type": _FILE_TYPES[kind],
+    }
+    for key, name in gguf_models.CONFIG.items():
+        value = given.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            is_float = key in (
+                "attention.layer_norm_rms_epsilon",
+                "rope.freq_base",
+            ) or ("softcapping" in key)
+            made[f"{model.name}.{key}"] = float(value) if is_float else int(value)
+    heads = given.get("num_attention_heads", 1)
+    size = given.get("head_dim") or given["hidden_size"] // heads
+    share = given.get("partial_rotary_factor", 1.0)
+    made[f"{model.name}.rope.dimension_count"] = int(size * share)
+    made[f"{model.name}.attention.key_length"] = size
+    made[f"{model.name}.attention.value_length"] = size
+    made[f"{model.name}.vocab_size"] = source.tensors[
+        "model.embed_tokens.weight"
+    ].shape[0]
+    return made
