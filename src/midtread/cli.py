@@ -69,7 +69,7 @@ def _quantize(words: Sequence[str]) -> None:
 
 
 def _generate(words: Sequence[str]) -> None:
-    from midtread.lm import checkpoint, convert, settings
+    from midtread.lm import checkpoint, convert, decode, settings
     from midtread.lm.config import require
     from midtread.lm.generate import generate
     from midtread.lm.tokenizer import tokenizer
@@ -81,6 +81,8 @@ def _generate(words: Sequence[str]) -> None:
     codec = tokenizer(config)
     checkpoint.require_same_tokenizer(path, codec)
     model = convert.load(config, path)
+    if not config.mesh:  # there, layers are gathered one by one as they are scanned
+        model = decode.unstack(model)
     terminal.stream(config.prompt[0])
     made = generate(model, codec, config, on_text=terminal.stream)
     terminal.stream("\n")

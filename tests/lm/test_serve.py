@@ -21,7 +21,8 @@ from midtread.kernels.decode_attention import triton as attention
 from midtread.kernels.wanted import implementation
 from midtread.lm import build, cache, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
-from midtread.lm.generate import Sampling, choose, generate
+from midtread.lm.decode import Sampling, choose
+from midtread.lm.generate import generate
 from midtread.lm.manual import manual_quantize
 from midtread.lm.train import train
 
@@ -310,7 +311,8 @@ def test_prompts_of_any_length_do_not_disturb_each_other():
 def test_sampling(key):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     draw = lambda how: {
-        int(choose(logits, jax.random.fold_in(key, i), how)[0]) for i in range(60)
+        int(choose(logits, jax.random.split(jax.random.fold_in(key, i), 1), how)[0])
+        for i in range(60)
     }
     assert draw(Sampling()) == {0}
     assert draw(Sampling(1.0)) >= {0, 1, 2}

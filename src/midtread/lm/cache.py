@@ -66,9 +66,19 @@ def _quantize(x: jax.Array, how: tuple[str, str]) -> QArray:
 
 
 def make(
-    m: Model, batch: int, length: int, how: tuple[str, str] | None = None
-) -> dict[str, Cache]:
-    """Empty caches for every kind of layer of a model, stacked over its layers."""
+    m: Model,
+    batch: int,
+    length: int,
+    how: tuple[str, str] | None = None,
+    stacked: bool | None = None,
+) -> dict[str, Any]:
+    """Empty caches for every kind of layer of a model: a Cache stacked over the layers of a
+    scan, or a list of one for each.
+
+    Args:
+        stacked: whether they are; None: as the model's `scan_layers`.
+    """
+    stacked = m.scan_layers if stacked is None else stacked
     if m.attention_type == "mla":
         widths = {"latent": (1, m.kv_lora_rank), "k_rope": (1, m.qk_rope_head_dim)}
     else:
@@ -78,16 +88,16 @@ def make(
     if not first:
         counts = {"layers": m.num_decoder_layers}
 
-    def rows(count):
+    def rows(*lead: int) -> Cache:
         out = {}
         for name, (heads, width) in widths.items():
             x = jnp.zeros((batch, length, heads, width), jnp.dtype(m.dtype))
             x = x if how is None else _quantize(x, how)
-            stacked = lambda a: jnp.zeros((count, *a.shape), a.dtype)
-            out[name] = jax.tree.map(stacked, x)
+            out[name] = jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), x)
         return Cache(out, how)
 
-    return {name: rows(count) for name, count in counts.items() if count}
+    layers = lambda n: rows(n) if stacked else [rows() for _ in range(n)]
+    return {name: layers(count) for name, count in counts.items() if count}
 
 
 def codes(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

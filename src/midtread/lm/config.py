@@ -380,6 +380,13 @@ class Decoding:
     top_p: float = key(
         1.0, "sample from the likeliest p of probability", above=0, at_most=1
     )
+    stop: tuple[str, ...] = key(
+        (),
+        "words that end a text, each one token; the tokenizer's end mark always does",
+    )
+    decode_slots: int = key(
+        32, "prompts that are continued at once; others wait for a slot", at_least=1
+    )
     save_quantized_params_path: str = key(
         "", "quantize: where to; unset: beside the run, as <run_name>-<quantization>"
     )

@@ -1,55 +1,30 @@
-"""Generate: text from a model, token by token.
+"""Generate: text from a model.
 
-All prompts of a batch are read at once (prefill), each padded on the right; then every
-step feeds one token per prompt at the prompt's own position. What a padded slot left in
-the cache is overwritten before anyone may look at it, since a token only sees slots up to
-its own position. The cache is in the compute dtype or in few bits (`lm/cache.py`).
+Prompts become tokens, `lm/decode.py` continues them, and tokens become text again. Up to
+`decode_slots` prompts are continued at once; each further one waits for a slot. A text ends
+at the tokenizer's end mark, at a token of `stop`, or after `max_new_tokens`. The first
+prompt's text is handed out in small pieces as it comes: a piece that ends within a letter
+waits for the rest of it.
 """
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from midtread.lm import cache as kv
-from midtread.lm.config import Config, require
+from midtread.lm import decode
+from midtread.lm.config import Config, Model, require, section
 from midtread.lm.tokenizer import Tokenizer
 
 
 class Result(NamedTuple):
     texts: list[str]  # prompt and continuation
-    tokens: np.ndarray  # [B, max_new_tokens]
+    tokens: np.ndarray  # [B, max_new_tokens], filled up with the end mark
     prefill_seconds: float
     tokens_per_second: float
     cache_bytes: int
-
-
-class Sampling(NamedTuple):
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def choose(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
-    """The next token of logits [B, V]."""
-    if how.temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits / how.temperature
-    if how.top_k:
-        least = jax.lax.top_k(logits, min(how.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if how.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
-        count = jnp.sum(before < how.top_p, axis=-1, keepdims=True)  # at least one
-        least = jnp.take_along_axis(ordered, count - 1, axis=-1)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits)
 
 
 def cache_format(config: Config) -> tuple[str, str] | None:
@@ -59,14 +34,17 @@ def cache_format(config: Config) -> tuple[str, str] | None:
     return config.kv_quant_dtype, config.kv_quant_axis
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache"
-)
-def _advance(graph, state, tokens, positions, last, cache, key, *, sampling):
-    """Feeds tokens [B, T]; the next token after place `last` of each row."""
-    out = nnx.merge(graph, state)(tokens, positions, cache=cache)
-    logits = jnp.take_along_axis(out.logits, last[:, None, None], axis=1)[:, 0]
-    return choose(logits, key, sampling), out.cache
+def stop_tokens(config: Config, codec: Tokenizer) -> tuple[int, ...]:
+    """The end mark, and what the key `stop` adds to it."""
+    stops = [codec.end]
+    for word in config.stop:
+        tokens = list(codec.encode(word))
+        require(
+            len(tokens) == 1,
+            f"stop={word!r} is {len(tokens)} tokens of {codec.name}, and a stop is one.",
+        )
+        stops += map(int, tokens)
+    return tuple(dict.fromkeys(stops))
 
 
 def generate(
@@ -76,49 +54,76 @@ def generate(
     prompts: Sequence[str] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> Result:
-    """Continues every prompt by `max_new_tokens`.
+    """Continues every prompt by up to `max_new_tokens`.
 
     Args:
+        model: what `convert.load` gave; on a GPU pass it through `decode.unstack`.
         on_text: called with each piece of the first prompt's text as it comes.
     """
     prompts = config.prompt if prompts is None else prompts
     encoded = [np.asarray(codec.encode(p), np.int32) for p in prompts]
     require(all(map(len, encoded)), "prompt is empty: give at least one token.")
-    lengths = np.array([len(e) for e in encoded])
-    width = int(lengths.max())
-    tokens = np.stack([np.pad(e, (0, width - len(e))) for e in encoded])
-    total = width + config.max_new_tokens
-    cache = kv.make(config, len(prompts), total, cache_format(config))
-    cache_bytes = kv.nbytes(cache)
-    graph, state = nnx.split(model)
-    positions = np.broadcast_to(np.arange(width), tokens.shape)
-    key, started = jax.random.key(config.seed), time.perf_counter()
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    step = functools.partial(_advance, graph, state, sampling=sampling)
-    new, cache = step(tokens, positions, lengths - 1, cache, jax.random.fold_in(key, 0))
-    made, written = [np.asarray(new)], ""
-    prefill = time.perf_counter() - started
-    started, zeros = None, np.zeros(len(prompts), np.int32)
-    for i in range(1, config.max_new_tokens):
-        where = (lengths + i - 1)[:, None]
-        new, cache = step(
-            made[-1][:, None], where, zeros, cache, jax.random.fold_in(key, i)
-        )
-        made.append(np.asarray(new))
-        started = started or time.perf_counter()  # the first step compiles
-        if on_text:
-            text = codec.decode([t[0] for t in made])
-            if text.startswith(written) and not text.endswith("\ufffd"):
-                on_text(text[len(written) :])
-                written = text
-    seconds = time.perf_counter() - started if started else 0.0
-    steps = config.max_new_tokens - 2
-    rate = len(prompts) * steps / seconds if started and steps > 0 else 0.0
-    out = np.stack(made, 1)
-    texts = [p + codec.decode(_until_end(o, codec)) for p, o in zip(prompts, out)]
-    return Result(texts, out, prefill, rate, cache_bytes)
+    allowed, stops = config.max_new_tokens, stop_tokens(config, codec)
+    server = decode.Server(
+        model,
+        section(config, Model),
+        slots=min(len(prompts), config.decode_slots),
+        length=max(map(len, encoded)) + allowed,
+        sampling=decode.Sampling(config.temperature, config.top_k, config.top_p),
+        stops=stops,
+        seed=config.seed,
+        cache_format=cache_format(config),
+    )
+    server.warm()
+    pieces, clock = Pieces(codec, on_text), Clock()
+
+    def on_tokens(number: int, tokens: list[int]) -> None:
+        clock.count(len(tokens))
+        if number == 0:
+            pieces.add(tokens)
+
+    made = decode.complete(server, encoded, allowed, on_tokens)
+    out = np.full((len(made), allowed), codec.end)
+    for row, tokens in zip(out, made):
+        row[: len(tokens)] = tokens
+    texts = [p + codec.decode(_until_stop(o, stops)) for p, o in zip(prompts, made)]
+    return Result(texts, out, clock.prefill, clock.rate, server.cache_bytes)
 
 
-def _until_end(tokens: Any, codec: Tokenizer) -> Any:
-    ends = np.flatnonzero(tokens == codec.end)
-    return tokens[: ends[0]] if len(ends) else tokens
+class Clock:
+    """Tokens a second, from the first token on: reading the prompts is not counted."""
+
+    def __init__(self):
+        self._made, self._started, self.prefill = 0, time.perf_counter(), 0.0
+
+    def count(self, tokens: int) -> None:
+        now = time.perf_counter()
+        if not self.prefill:
+            self.prefill, self._started = now - self._started, now
+            return
+        self._made, self._last = self._made + tokens, now
+
+    @property
+    def rate(self) -> float:
+        return self._made / (self._last - self._started) if self._made else 0.0
+
+
+class Pieces:
+    """Text that grows with its tokens."""
+
+    def __init__(self, codec: Tokenizer, on_text: Callable[[str], None] | None):
+        self._codec, self._on_text = codec, on_text
+        self._tokens, self._written = [], ""
+
+    def add(self, tokens: list[int]) -> None:
+        if self._on_text is None:
+            return
+        self._tokens += tokens
+        text = self._codec.decode(self._tokens)
+        if text.startswith(self._written) and not text.endswith("\ufffd"):
+            self._on_text(text[len(self._written) :])
+            self._written = text
+
+
+def _until_stop(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
+    return tokens[:-1] if tokens and tokens[-1] in stops else tokens

@@ -132,10 +132,10 @@ class Layer(nnx.Module):
 class Stack(nnx.Module):
     """Layers of one kind that follow each other: a list of modules, not scanned."""
 
-    def __init__(self, m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs):
-        for i, is_local in enumerate(local):
-            setattr(self, str(i), Layer(m, sparse, rngs, is_local))
-        self.count = len(local)
+    def __init__(self, layers: Sequence[Layer]):
+        for i, layer in enumerate(layers):
+            setattr(self, str(i), layer)
+        self.count = len(layers)
 
     def __iter__(self):
         return (getattr(self, str(i)) for i in range(self.count))
@@ -144,7 +144,7 @@ class Stack(nnx.Module):
 def stack(m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs) -> nnx.Module:
     """Layers of one kind, one for each of `local`, which says whether it has a window."""
     if not m.scan_layers:
-        return Stack(m, sparse, local, rngs)
+        return Stack([Layer(m, sparse, rngs, is_local) for is_local in local])
     is_local = local[0] if len(set(local)) == 1 else None
     make = nnx.vmap(
         lambda rngs: Layer(m, sparse, rngs, is_local),
@@ -196,13 +196,9 @@ class Decoder(nnx.Module):
     def _loop(self, name, x, place, caches):
         balance, written = jnp.zeros(()), []
         for i, layer in enumerate(getattr(self, name)):
-            cache = (
-                None if caches is None else jax.tree.map(lambda a, i=i: a[i], caches)
-            )
+            cache = None if caches is None else caches[i]
             x, more, cache = self._one(f"{name}/{i}")(layer, x, place, cache)
             balance, written = balance + more, [*written, cache]
-        if caches is not None:
-            written = jax.tree.map(lambda *a: jnp.stack(a), *written)
         return x, balance, written
 
     def _scan(self, name, x, place, caches, local):
@@ -286,9 +282,11 @@ class Transformer(nnx.Module):
         segments: jax.Array | None = None,
         cache: dict | None = None,
         goals: Sequence[Goal] = (),
+        last: jax.Array | None = None,
     ) -> Output:
         """The logits of every position, or, given goals, the losses of the head and of the
-        MTP heads, whose logits are then never together in memory."""
+        MTP heads, whose logits are then never together in memory. With `last` [B], logits of
+        that position of each row alone: [B, 1, V]."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         starts = None if segments is None else document_starts(segments)
@@ -306,6 +304,9 @@ class Transformer(nnx.Module):
         if goals:
             losses = tuple(map(self.judge, streams, goals))
             return Output(None, balance, cache=cache, losses=losses)
+        if last is not None:
+            pick = lambda x: jnp.take_along_axis(x, last[:, None, None], axis=1)
+            streams = list(map(pick, streams))
         logits, *ahead = map(self.head, streams)
         return Output(logits, balance, tuple(ahead), cache)
 

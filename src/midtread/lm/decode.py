@@ -1,0 +1,386 @@
+"""Decode: a model that serves, many tokens to a call.
+
+A `Server` has B slots. A slot holds one sequence: its part of the cache, its last token, and
+how many more may come. `prefill` reads prompts into free slots, in chunks of a few hundred
+tokens, so that any prompt fits and few programs are compiled; `step` lets all slots go on by
+up to `count` tokens in one call to the device:
+
+    while count is not reached and some slot may go on:
+        logits = model(last tokens, positions, cache)      one row a slot
+        choose; stop where a stop token or the last allowed one came
+
+Sampling, stop tokens and lengths are inside that loop, so the host waits once for many tokens
+and hands over weights once. Slots that are done idle until all are, or until `step` returns
+and another prompt takes the slot (continuous batching): `complete` does so for any number of
+prompts.
+
+A token depends on its sequence, its number and the seed, not on the loop it was made in: one
+token a call gives the same as many. Its neighbours change nothing but the number of rows, for
+which a kernel or XLA may sum in another order: in float32 on a CPU tokens are the same bit for
+bit, in bfloat16 two logits that are nearly equal may change places.
+
+Weights that are stacked for a scan over layers are copied by XLA, layer by layer, before each
+use (NVIDIA H200, jax 0.11.2: bf16 12.5 ms a token, 5.8 without the scan), so `unstack` gives
+each layer arrays of its own first.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from midtread.lm import cache as kv
+from midtread.lm.config import Model, UsageError, require
+from midtread.lm.model import Stack, Transformer
+
+CHUNK = 512  # tokens of a prompt that are read at once
+COUNT = 16  # tokens that a call makes
+
+
+class Sampling(NamedTuple):
+    """How the next token is drawn: always the likeliest at temperature 0."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = Sampling()
+
+
+def choose(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of logits [B, V], drawn with a key for each row."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
+        count = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)  # at least one
+        least = jnp.take_along_axis(ordered, count - 1, axis=-1)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+def unstack(model: Transformer) -> Transformer:
+    """The model with each layer's weights in arrays of their own; `model` is used up.
+
+    No more than one stacked array exists twice at any time.
+    """
+    decoder = model.decoder
+    if not decoder.scanned:
+        return model
+    for name, local in decoder.kinds:
+        graph, state = nnx.split(getattr(decoder, name))
+        stacked, treedef = jax.tree.flatten(state)
+        delattr(decoder, name)
+        del state
+        parts: list[list] = []
+        while stacked:
+            parts.append(_apart(stacked.pop(0), len(local)))
+        states = [treedef.unflatten(leaves) for leaves in zip(*parts)]
+        layers = [nnx.merge(graph, state) for state in states]
+        for layer, is_local in zip(layers, local):
+            if hasattr(layer.self_attention, "is_local"):  # a scan told it by an array
+                layer.self_attention.is_local = is_local
+        setattr(decoder, name, Stack(layers))
+    decoder.scanned = False
+    return model
+
+
+def _apart(x: Any, count: int) -> list:
+    """One array for each layer; the count of a random stream is shared by all."""
+    if x.ndim == 0:
+        return [x] * count
+    return [x[i] for i in range(count)]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "positions", "left", "numbers"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What all slots hold, on the device. All but the cache is [B] int32."""
+
+    cache: dict[str, Any]
+    tokens: jax.Array  # the last one of each sequence, which the model has not seen yet
+    positions: jax.Array  # where it stands
+    left: jax.Array  # tokens that may still come; 0: done
+    numbers: jax.Array  # of sequences: they set their random numbers apart
+
+    def keys(self, seed: jax.Array) -> jax.Array:
+        """A key for the token after each one, the same in any loop."""
+        fold = jax.vmap(jax.random.fold_in, (None, 0))
+        return jax.vmap(jax.random.fold_in)(fold(seed, self.numbers), self.positions)
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="slots")
+def _read(graph, state, slots: Slots, rows, tokens, start) -> tuple[Slots, jax.Array]:
+    """Writes tokens [R, T] from position `start` on into slots `rows` [R]; logits of the
+    last token that stands in each row, which `slots.positions` knows."""
+    T = tokens.shape[1]
+    part = jax.tree.map(lambda a: jnp.take(a, rows, axis=_batch_axis(a)), slots.cache)
+    positions = start + jnp.broadcast_to(jnp.arange(T), tokens.shape)
+    last = jnp.clip(slots.positions[rows] - start, 0, T - 1)
+    out = nnx.merge(graph, state)(tokens, positions, cache=part, last=last)
+    put = lambda a, new: _put(a, rows, new)
+    cache = jax.tree.map(put, slots.cache, out.cache)
+    return dataclasses.replace(slots, cache=cache), out.logits[:, 0]
+
+
+def _batch_axis(a: jax.Array) -> int:
+    return a.ndim - 4  # [.., B, S, heads, width], stacked over layers or not
+
+
+def _put(a: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
+    return a.at[(slice(None),) * _batch_axis(a) + (rows,)].set(new)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("sampling", "stops"), donate_argnames="slots"
+)
+def _begin(slots: Slots, rows, logits, allowed, seed, *, sampling, stops):
+    """The first token after each prompt of slots `rows`."""
+    keys = slots.keys(seed)[rows]
+    new = choose(logits, keys, sampling).astype(jnp.int32)
+    left = jnp.where(_is_stop(new, stops), 0, allowed - 1)
+    return new, dataclasses.replace(
+        slots,
+        tokens=slots.tokens.at[rows].set(new),
+        positions=slots.positions.at[rows].add(1),
+        left=slots.left.at[rows].set(left),
+    )
+
+
+def _is_stop(tokens: jax.Array, stops: tuple[int, ...]) -> jax.Array:
+    return functools.reduce(jnp.logical_or, [tokens == s for s in stops], tokens < 0)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graph", "count", "sampling", "stops"),
+    donate_argnames="slots",
+)
+def _go_on(graph, state, slots: Slots, seed, *, count, sampling, stops):
+    """Up to `count` tokens of every slot: [B, count], -1 where a slot was done."""
+
+    def body(carry):
+        i, slots, made = carry
+        # tree.map makes Variables of this trace; merge alone takes those of the one around
+        model = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+        is_open = slots.left > 0
+        out = model(slots.tokens[:, None], slots.positions[:, None], cache=slots.cache)
+        new = choose(out.logits[:, 0], slots.keys(seed), sampling).astype(jnp.int32)
+        new = jnp.where(is_open, new, slots.tokens)
+        left = jnp.where(is_open & ~_is_stop(new, stops), slots.left - 1, 0)
+        made = made.at[:, i].set(jnp.where(is_open, new, -1))
+        slots = dataclasses.replace(
+            slots, cache=out.cache, tokens=new, left=left,
+            positions=slots.positions + is_open,
+        )  # fmt: skip
+        return i + 1, slots, made
+
+    made = jnp.full((slots.tokens.shape[0], count), -1, jnp.int32)
+    may_go_on = lambda carry: (carry[0] < count) & jnp.any(carry[1].left > 0)
+    _, slots, made = jax.lax.while_loop(may_go_on, body, (0, slots, made))
+    return made, slots.left, slots
+
+
+class Server:
+    """A model with slots for sequences.
+
+    >>> from midtread.lm import model as models
+    >>> m = Model(num_decoder_layers=1)
+    >>> server = Server(unstack(models.create(m)), m, slots=2, length=32)
+    >>> made = server.prefill({0: [1, 2, 3], 1: [4]}, allowed=5)
+    >>> [len(tokens) for tokens in server.step(8).values()], server.free
+    ([4, 4], [0, 1])
+
+    Args:
+        model: what `convert.load` gave, or `models.create`; `unstack` it first where its
+            layers are stacked.
+        m: its sizes.
+        slots: sequences at once.
+        length: tokens that a slot has room for, prompt and continuation.
+        sampling: how tokens are drawn.
+        stops: tokens that end a sequence.
+        seed: of the random numbers.
+        cache_format: format and scales of the cache (`lm/cache.py`); None: the compute dtype.
+
+    Raises:
+        UsageError: No room: the bytes that the cache needs.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        m: Model,
+        *,
+        slots: int = 1,
+        length: int = 2048,
+        sampling: Sampling = GREEDY,
+        stops: Sequence[int] = (),
+        seed: int = 0,
+        cache_format: tuple[str, str] | None = None,
+    ):
+        for token in stops:
+            require(
+                0 <= token < m.vocab_size,
+                f"stop token {token} is none of the model's {m.vocab_size} tokens.",
+            )
+        self._graph, self._state = nnx.split(model)
+        self.length, self._seed = length, jax.random.key(seed)
+        self._options = {"sampling": sampling, "stops": tuple(map(int, stops))}
+        cache = _cache(model, m, slots, length, cache_format)
+        self.cache_bytes = kv.nbytes(cache)
+        zeros = lambda: jnp.zeros(slots, jnp.int32)
+        self._slots = Slots(cache, zeros(), zeros(), zeros(), zeros())
+        self._left, self._count = np.zeros(slots, int), 0  # left: a copy on the host
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._left)
+
+    @property
+    def free(self) -> list[int]:
+        """Slots whose sequence is done."""
+        return np.flatnonzero(self._left == 0).tolist()
+
+    def prefill(
+        self, prompts: dict[int, Sequence[int]], allowed: int
+    ) -> dict[int, int]:
+        """Reads prompts into slots, and makes the first token of each.
+
+        Args:
+            prompts: tokens, by the number of a free slot.
+            allowed: tokens that may come, the first among them.
+
+        Returns:
+            The first token of each.
+
+        Raises:
+            UsageError: A slot that is not free, an empty prompt, or one that leaves no room.
+        """
+        for slot, prompt in prompts.items():
+            self._check(slot, len(prompt), allowed)
+        rows = np.array(list(prompts), np.int32)
+        lengths = np.array([len(p) for p in prompts.values()], np.int32)
+        width = int(lengths.max())
+        numbers = self._count + np.arange(len(rows), dtype=np.int32)
+        self._count += len(rows)
+        self._slots = dataclasses.replace(
+            self._slots,
+            positions=self._slots.positions.at[rows].set(lengths - 1),
+            numbers=self._slots.numbers.at[rows].set(numbers),
+        )
+        chunk = min(CHUNK, 1 << (width - 1).bit_length())  # few widths, few programs
+        tokens = np.zeros((len(rows), -(-width // chunk) * chunk), np.int32)
+        for row, prompt in zip(tokens, prompts.values()):
+            row[: len(prompt)] = prompt
+        logits = None
+        for start in range(0, tokens.shape[1], chunk):
+            self._slots, now = _read(
+                self._graph, self._state, self._slots, rows,
+                tokens[:, start : start + chunk], np.int32(start),
+            )  # fmt: skip
+            ends_here = ((lengths - 1) // chunk == start // chunk)[:, None]
+            logits = now if logits is None else jnp.where(ends_here, now, logits)
+        new, self._slots = _begin(
+            self._slots, rows, logits, np.int32(allowed), self._seed, **self._options
+        )
+        self._left = np.array(self._slots.left)
+        return dict(zip(prompts, np.asarray(new).tolist()))
+
+    def _check(self, slot: int, length: int, allowed: int) -> None:
+        require(
+            0 <= slot < len(self._left) and not self._left[slot],
+            f"slot {slot} is not free: those that are free are {self.free}.",
+        )
+        require(length > 0, "prompt is empty: give at least one token.")
+        require(
+            length + allowed - 1 <= self.length,
+            f"a prompt of {length} tokens and {allowed} new ones do not fit a cache of "
+            f"{self.length}: shorten the prompt, or make room for {length + allowed - 1}.",
+        )
+
+    def step(self, count: int = COUNT) -> dict[int, list[int]]:
+        """Lets every sequence go on by up to `count` tokens, in one call to the device.
+
+        Returns:
+            The new tokens by slot, of slots that were not done; a stop token is the last.
+        """
+        busy = np.flatnonzero(self._left)
+        made, left, self._slots = _go_on(
+            self._graph, self._state, self._slots, self._seed, count=count, **self._options
+        )  # fmt: skip
+        made, self._left = np.asarray(made), np.array(left)
+        return {int(s): [int(t) for t in made[s] if t >= 0] for s in busy}
+
+    def warm(self, count: int = COUNT) -> None:
+        """Compiles `step` before there is anything to do."""
+        assert not self._left.any(), "some sequence is under way"
+        self.step(count)
+
+
+def _cache(model, m: Model, slots: int, length: int, cache_format) -> dict[str, Any]:
+    try:
+        stacked = model.decoder.scanned
+        return kv.make(m, slots, length, cache_format, stacked=stacked)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        shapes = jax.eval_shape(lambda: kv.make(m, slots, length, cache_format))
+        raise UsageError(
+            f"a cache of {slots} x {length} tokens needs {kv.nbytes(shapes):,} bytes, which "
+            "the device does not have: fewer prompts at once (decode_slots), fewer "
+            "max_new_tokens, or quantize_kvcache=true."
+        ) from None
+
+
+def complete(
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    allowed: int,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    count: int = COUNT,
+) -> list[list[int]]:
+    """Continues any number of prompts; a slot that is done takes the next one.
+
+    Args:
+        allowed: tokens that may come after each prompt.
+        on_tokens: called with the number of a prompt and its new tokens, as they come.
+        count: tokens that a call to the device makes.
+
+    Returns:
+        The new tokens of each prompt; a stop token is the last.
+    """
+    made: list[list[int]] = [[] for _ in prompts]
+    waiting: Iterator[int] = iter(range(len(prompts)))
+    holds: dict[int, int] = {}
+
+    def add(number: int, tokens: list[int]) -> None:
+        made[number] += tokens
+        if on_tokens:
+            on_tokens(number, tokens)
+
+    while True:
+        begun = dict(zip(server.free, waiting))
+        if begun:
+            holds |= begun
+            first = {slot: prompts[number] for slot, number in begun.items()}
+            for slot, token in server.prefill(first, allowed).items():
+                add(holds[slot], [token])
+        elif len(server.free) == server.num_slots:
+            return made
+        for slot, tokens in server.step(count).items():
+            add(holds[slot], tokens)

@@ -1,0 +1,129 @@
+"""Many tokens a call, slots that are used again, prompts in chunks: the same tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from midtread.lm import convert, data, decode, model, settings
+from midtread.lm import generate as generating
+from midtread.lm.config import Model, UsageError, section
+
+WORDS = ["tiny", "dtype=float32", "num_decoder_layers=2", "max_new_tokens=6"]
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return settings.load(WORDS)
+
+
+@pytest.fixture(scope="module")
+def net(config):
+    return model.create(section(config, Model))
+
+
+def served(net, config, slots=3, **options):
+    return decode.Server(net, section(config, Model), slots=slots, length=32, **options)
+
+
+@nnx.jit
+def logits(net, tokens):
+    return net(tokens).logits
+
+
+def plainly(net, prompt, count):
+    """The likeliest tokens with no cache and no loop: all is computed anew for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        row = jnp.asarray([tokens + [0] * (16 - len(tokens))])
+        tokens.append(int(jnp.argmax(logits(net, row)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+def test_tokens_are_those_of_the_model_without_cache_or_loop(net, config):
+    made = decode.complete(served(net, config), PROMPTS, 6)
+    assert made == [plainly(net, p, 6) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("sampling", [(0.0,), (1.0, 20, 0.9)], ids=["greedy", "drawn"])
+def test_one_token_a_call_and_many_are_the_same(net, config, sampling):
+    options = {"sampling": decode.Sampling(*sampling), "seed": 3}
+    once = [
+        decode.complete(served(net, config, **options), PROMPTS, 6, count=count)
+        for count in (1, 4)
+    ]
+    assert once[0] == once[1]
+
+
+def test_a_slot_takes_the_next_prompt_and_neighbours_change_nothing(net, config):
+    options = {"sampling": decode.Sampling(1.0), "seed": 5}
+    together = decode.complete(served(net, config, **options), PROMPTS, 6)
+    in_turn = decode.complete(served(net, config, slots=1, **options), PROMPTS, 6)
+    assert together == in_turn
+
+
+def test_a_prompt_is_read_in_chunks(net, config, monkeypatch):
+    whole = decode.complete(served(net, config), PROMPTS, 6)
+    monkeypatch.setattr(decode, "CHUNK", 4)
+    assert decode.complete(served(net, config), PROMPTS, 6) == whole
+
+
+def test_a_stop_token_ends_its_sequence_alone(net, config):
+    free = decode.complete(served(net, config), PROMPTS, 6)
+    stop = free[0][2]
+    cut = [t[: t.index(stop) + 1] if stop in t else t for t in free]
+    assert decode.complete(served(net, config, stops=[stop]), PROMPTS, 6) == cut
+
+
+@pytest.mark.parametrize("value", ["", "int4w", "int8"])
+def test_unstacked_layers_are_the_same_model(config, value):
+    words = [*WORDS, f"quantization={value}", "quantize_kvcache=true"]
+    config = settings.load(words)
+    net = convert.in_memory(config, model.create(section(config, Model)))
+    codec, prompts = data.tokenizer(config), ["a longer prompt", "x"]
+    stacked = generating.generate(net, codec, config, prompts)
+    apart = generating.generate(decode.unstack(net), codec, config, prompts)
+    assert not net.decoder.scanned
+    np.testing.assert_array_equal(stacked.tokens, apart.tokens)
+
+
+def test_no_weight_is_copied_in_a_step(config):
+    """Each layer's matmuls read an argument of the program, not a slice of one."""
+    net = decode.unstack(model.create(section(config, Model)))
+    server = served(net, config)
+    text = decode._go_on.lower(
+        server._graph, server._state, server._slots, server._seed, count=4,
+        **server._options,
+    ).as_text()  # fmt: skip
+    weights = {tuple(x.shape) for x in jax.tree.leaves(server._state) if x.ndim == 2}
+    shapes = ["x".join(map(str, s)) for s in weights]
+    sliced = [
+        line
+        for line in text.splitlines()
+        if "dynamic_slice" in line and any(f"x{s}x" in line for s in shapes)
+    ]
+    assert not sliced
+
+
+MISTAKES = {
+    "too long": (lambda s: s.prefill({0: [1] * 30}, 8), "do not fit a cache of 32"),
+    "empty": (lambda s: s.prefill({0: []}, 8), "prompt is empty"),
+    "no such slot": (lambda s: s.prefill({7: [1]}, 8), "slot 7 is not free"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(net, config, mistake):
+    act, message = MISTAKES[mistake]
+    with pytest.raises(UsageError, match=message):
+        act(served(net, config))
+
+
+def test_a_stop_that_is_no_token(net, config):
+    with pytest.raises(UsageError, match="none of the model's"):
+        served(net, config, stops=[100000])
+    bad = settings.load([*WORDS, "stop=[two words]"])
+    with pytest.raises(UsageError, match="stop='two words' is 9 tokens"):
+        generating.stop_tokens(bad, data.tokenizer(bad))
