@@ -68,6 +68,22 @@ def test_rows_of_tiles_have_the_same_values(rows):
     np.testing.assert_array_equal(wide(ours), wide(by_xla(run, x)))
 
 
+@pytest.mark.parametrize(
+    ("name", "tile"), [("int8", None), ("int4", 32), ("nf4", 64), ("e4m3", 128)]
+)
+def test_any_number_of_rows_is_as_near_to_float64(name, tile):
+    """The law of tests/kernels/test_any_rows.py, through every kernel that takes these."""
+    tiles = {0: tile} if tile else {}
+    w = quantize(random(1, 1024, 512), name, channelwise_axes=[1], tiled_axes=tiles)
+    values = wide(mt.dequantize(w, jnp.float32)).astype(np.float64)
+    for rows in (1, 2, 3, 8, 9, 16, 17, 32, 64, 65, 128, 300, 1000):
+        x = random(2, rows, 1024)
+        want = wide(x).astype(np.float64) @ values
+        got = wide(by_kernel(mt.dot, x, w)).astype(np.float64)
+        distance = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+        assert np.max(distance) < 4e-3, (rows, np.max(distance))
+
+
 SHAPES = [(128, 128, 128), (200, 272, 328), (1000, 4096, 520), (4096, 1024, 2056)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import midtread as mt
 from midtread.kernels import choose, choose_weights, wanted, xla
-from midtread.kernels.hopper import SHARED
+from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.kernels.quantize import triton as quantize_triton
 from midtread.kernels.scaled_matmul import adapter as scaled_adapter

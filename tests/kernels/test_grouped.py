@@ -11,7 +11,7 @@ import pytest
 import midtread as mt
 from midtread.kernels import choose, triton_words, wanted, xla
 from midtread.kernels.decode_attention import triton as attention_triton
-from midtread.kernels.hopper import SHARED
+from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.scaled_matmul import grouped_adapter, hopper_grouped
 from midtread.kernels.scaled_matmul import tuned as scaled_tuned
 from midtread.kernels.scaled_matmul.hopper import ScaledBlocks

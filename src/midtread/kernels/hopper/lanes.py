@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from midtread.kernels.hopper.decoding import Code
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     array,
@@ -43,10 +44,9 @@ from midtread.kernels.hopper.threads import (
     word_type,
 )
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
-from midtread.kernels.scaled_matmul.hopper import in_order
 
 COLUMNS, ACCUMULATORS = 256, 4
-SWIZZLED = in_order(128, jnp.int8)
+SWIZZLED = swizzled(128, jnp.int8)
 
 
 class Holders(Protocol):
@@ -58,6 +58,7 @@ class Holders(Protocol):
     def shared(self) -> int: ...
     def mine(self) -> list[Any]: ...
     def place(self, j) -> tuple[Any, Any, Any]: ...
+    def interpreted(self, values, wg) -> list: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,16 @@ class Division:
         strip = plus(times(j, 64), times(w, 16))
         return plus(strip, times(g, 2)), strip, 0
 
+    def interpreted(self, values, wg) -> list:
+        """[64, K] of each accumulator of a warpgroup, from values [K, 256]; interpreted."""
+        first = lax.rem(wg, self.across) * self.wide
+        extents, axes = order(self.bits)
+        k = values.shape[0]
+        parts = values.reshape(k, *extents).transpose(*(1 + a for a in axes), 0)
+        parts = parts.reshape(ACCUMULATORS, 64, k)
+        pick = lambda j: lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
+        return [pick(first + a) for a in range(self.wide)]
+
 
 # --- decoding ---------------------------------------------------------------------------------
 
@@ -118,7 +129,7 @@ def decoded(
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     beside = [r for r in (table, scale) if r is not None]
-    order = in_order(min(128, width), jnp.int8)
+    order = swizzled(min(128, width), jnp.int8)
     types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
     num_groups = 1 if scale is None else scale.shape[0]
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
@@ -258,13 +269,3 @@ def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if bits == 4:
         return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
     return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g
-
-
-def mine_of(values, bits: int, j):
-    """[64, K] of a block of values [K, 256]: what warpgroup `j` takes; interpreted."""
-    split, axes = order(bits)
-    k = values.shape[0]
-    parts = values.reshape(k, *split).transpose(*(1 + a for a in axes), 0)
-    return lax.dynamic_index_in_dim(
-        parts.reshape(ACCUMULATORS, 64, k), j, 0, keepdims=False
-    )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     array,
     line,
@@ -26,9 +27,8 @@ from midtread.kernels.hopper.threads import (
     words_of,
 )
 from midtread.kernels.pallas_compat import ir, llvm, mgpu, plgpu
-from midtread.kernels.scaled_matmul.hopper import in_order
 
-SWIZZLED = in_order(64, jnp.bfloat16)  # the order of x in shared memory
+SWIZZLED = swizzled(64, jnp.bfloat16)  # the order of x in shared memory
 
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"""

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.pallas_compat import (
     consumed,
     interpreter,
@@ -72,16 +73,6 @@ class ScaledBlocks:
         return pl.ds(0, self.m), pl.ds(wg * self.n, self.n)
 
 
-def in_order(columns: int, dtype) -> tuple:
-    """The order of a block in shared memory that wgmma and TMA agree on."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(columns * bits)
-    return (
-        plgpu.TilingTransform((8, swizzle * 8 // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-
-
 # --- the frame --------------------------------------------------------------------------------
 
 
@@ -125,7 +116,7 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
         pl.run_scoped,
         ring=pipeline(example, example.finish).get_allocations(*example.inputs),
         out_smem=plgpu.SMEM(
-            (groups, 2, OUT, OUT), out_dtype, transforms=in_order(OUT, out_dtype)
+            (groups, 2, OUT, OUT), out_dtype, transforms=swizzled(OUT, out_dtype)
         ),
         collective_axes="wg",
     )
@@ -209,7 +200,7 @@ def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
         plgpu.BlockSpec(
             (rows, width),
             place,
-            transforms=in_order(blocks.k, dtype),
+            transforms=swizzled(blocks.k, dtype),
             memory_space=plgpu.SMEM,
             delay_release=blocks.delay,
             collective_axes=axes,

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     asm,
     plus,
@@ -37,7 +38,6 @@ from midtread.kernels.pallas_compat import (
 )
 from midtread.kernels.scaled_matmul.hopper import (
     Job,
-    in_order,
     launch,
     nothing,
     over_blocks,
@@ -78,7 +78,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bo
     codes = lambda rows, dtype, shared: plgpu.BlockSpec(
         (rows, TILE),
         lambda t: (0, t),
-        transforms=in_order(TILE, dtype),
+        transforms=swizzled(TILE, dtype),
         memory_space=plgpu.SMEM,
         collective_axes=("pair",) if shared else (),
     )

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.hopper import decoding
 from midtread.kernels.hopper.lanes import COLUMNS, SWIZZLED
+from midtread.kernels.hopper.ring import References, named
 from midtread.kernels.pallas_compat import (
     alike,
     interpreter,
@@ -36,14 +36,12 @@ from midtread.kernels.pallas_compat import (
     pl,
     plgpu,
 )
-from midtread.kernels.weight_matmul.hopper_decode import exchange
-from midtread.kernels.weight_matmul.hopper_decode import kernel as decode_kernel
-from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
+from midtread.kernels.weight_matmul.hopper_decode import exchange, pipeline
+from midtread.kernels.weight_matmul.hopper_decode.kernel import by_columns
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import (
     DecodeBlocks,
-    Place,
     Plan,
-    Refs,
+    Warpgroup,
 )
 from midtread.numerics.formats import Format, dtype_bits
 
@@ -134,10 +132,10 @@ class Way(NamedTuple):
     plan: Plan
     walk: Walk
     cost: int
-    scratch: list  # shared memory, in the order of Refs
+    buffers: dict  # in shared memory, by their names in References
 
 
-def _body(*given, ways: list[Way], num_rows: int):
+def _body(*given, ways: list[Way], operands: tuple[str, ...], num_rows: int):
     walks = [way.walk for way in ways]
     if ways[0].plan.native:
         *given, sizes, out, inside, rows, blocks = given
@@ -149,11 +147,11 @@ def _body(*given, ways: list[Way], num_rows: int):
         inside[0], *counts = rows[num_groups], blocks[0, num_groups]
 
     def run(way: Way, count):
-        def scoped(*held):
-            refs = decode_pipeline.refs_of(way.plan, [*given, out, *held])
+        def scoped(*buffers):
+            refs = named((*operands, "out", *way.buffers), [*given, out, *buffers])
             _over_items(way.plan, way.walk, refs, groups, count)
 
-        pl.run_scoped(scoped, *way.scratch, collective_axes="wg")
+        pl.run_scoped(scoped, *way.buffers.values(), collective_axes="wg")
 
     first, *more = [functools.partial(run, *pair) for pair in zip(ways, counts)]
     if more:
@@ -163,7 +161,9 @@ def _body(*given, ways: list[Way], num_rows: int):
         first()
 
 
-def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: GroupStarts, num_blocks):
+def _over_items(
+    plan: Plan, walk: Walk, refs: References, groups: GroupStarts, num_blocks
+):
     """This program's span of all items."""
     units, deep = walk.units, plan.division.deep
     total = num_blocks * walk.tiles * units
@@ -171,22 +171,22 @@ def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: GroupStarts, num_blo
     start = jnp.minimum(lax.axis_index("program") * each, total)
     stop = jnp.minimum(start + each, total)
 
-    def find(ring, i):
+    def address(ring, i):
         item = lax.div(start + i, units)
         group, row, tile = groups.find(walk, item)
         chunk = (start + i - item * units) * deep + ring
         place = (group * plan.num_chunks + chunk) * plan.blocks.k
         row = pl.multiple_of(row, STRIP)
-        return decode_pipeline.Spot(place, tile, row, chunk * plan.blocks.k)
+        return pipeline.BlockAddress(place, tile, row, chunk * plan.blocks.k)
 
-    me = decode_pipeline.place(plan, lambda ring: stop - start, find)
-    decode_pipeline.start(plan, refs, me)
+    me = pipeline.this_warpgroup(plan, lambda ring: stop - start, address)
+    pipeline.fill(plan, refs, me)
 
     def one(item, _):
         begin = jnp.maximum(item * units, start)
         end = jnp.minimum((item + 1) * units, stop)
         span = begin - start, end - start
-        sums = decode_pipeline.sums(plan, refs, me._replace(span=span))
+        sums = pipeline.sums(plan, refs, me._replace(span=span))
         slot, is_last = _over(begin - item * units, each), end == (item + 1) * units
         written = [(slot == s) | ((slot < s) & is_last) for s in range(walk.slots)]
         group, row, tile = groups.find(walk, item)
@@ -198,25 +198,29 @@ def _over_items(plan: Plan, walk: Walk, refs: Refs, groups: GroupStarts, num_blo
     lax.fori_loop(lax.div(start, units), _over(stop, units), one, None)
 
 
-def _write(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written):
+def _write(
+    plan: Plan, refs: References, me: Warpgroup, sums, place, limits, slot, written
+):
     del me
     (group, row, tile), (low, high) = place, limits
     columns = pl.ds(tile * COLUMNS, COLUMNS)
     out = refs.out.at[:, pl.ds(row, refs.x_ring.shape[1]), columns]
-    last = None if refs.last is None else refs.last.at[pl.ds(group, 1), columns]
+    scale = refs.column_scales
+    scale = None if scale is None else scale.at[pl.ds(group, 1), columns]
     counts = [jnp.where(is_written, high - low, 0) for is_written in written]
     slots = exchange.Slots(slot, low, counts)
-    exchange.finish(out, refs.spare, sums, last, plan.division, slots=slots)
+    exchange.finish(out, refs.exchange, sums, scale, plan.division, slots=slots)
 
 
-def _write_interpreted(plan: Plan, refs: Refs, me: Place, sums, place, limits, slot, written):  # fmt: skip
+def _write_interpreted(plan: Plan, refs: References, me: Warpgroup, sums, place, limits, slot, written):  # fmt: skip
     """Whole blocks, apart by groups, which XLA puts in place."""
     del limits
     group, row, tile = place
-    if refs.last is not None:
-        last = refs.last.at[group, pl.ds(tile * COLUMNS, COLUMNS)]
-        some = decode_pipeline.scales(last, plan, me)
-        sums = [one * s[:, None] for one, s in zip(sums, some)]
+    if refs.column_scales is not None:
+        scale = refs.column_scales.at[group, pl.ds(tile * COLUMNS, COLUMNS)]
+        scale = scale[...].astype(jnp.float32)[None]
+        factors = plan.division.interpreted(scale, me.number)
+        sums = [one * factor for one, factor in zip(sums, factors)]
     for s, is_written in enumerate(written):
 
         @pl.when(is_written)
@@ -252,7 +256,8 @@ def grouped_matmul(
     most = max(choice.rows for choice in choices)
     padded = max(-(-num_rows // STRIP) * STRIP, most) + (most if interpret else 0)
     x = jnp.pad(x_RK, ((0, padded - num_rows), (0, 0)))
-    args, held = _operands(x, bytes_GKB, scale_GTN, ways[0].plan), []
+    operands, scratch = _operands(x, bytes_GKB, scale_GTN, ways[0].plan), []
+    args = list(operands.values())
     out = (walks[0].slots, num_rows, num_n)
     if interpret:
         args += by_xla(sizes_G, num_rows, walks)
@@ -260,10 +265,12 @@ def grouped_matmul(
     else:
         args.append(sizes_G.astype(jnp.int32))
         firsts = (num_groups + 1,), (len(choices), num_groups + 1)
-        held = [plgpu.SMEM(shape, jnp.int32) for shape in firsts]
+        scratch = [plgpu.SMEM(shape, jnp.int32) for shape in firsts]
     (num_threads,) = {way.plan.division.groups for way in ways}
     kernel = plgpu.kernel(
-        functools.partial(_body, ways=ways, num_rows=num_rows),
+        functools.partial(
+            _body, ways=ways, operands=tuple(operands), num_rows=num_rows
+        ),
         out_type=(
             jax.ShapeDtypeStruct(out, jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -272,7 +279,7 @@ def grouped_matmul(
         grid_names=("program",),
         num_threads=num_threads,
         thread_name="wg",
-        scratch_types=held,
+        scratch_types=scratch,
         compiler_params=lane_params(),
         **(interpreter() if interpret else {}),
     )
@@ -293,42 +300,34 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
     for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
         assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
         chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
-        plan = Plan(fmt, blocks, group, chunks, group is None, native, walks=True)
+        plan = Plan(fmt, group, native, blocks, chunks)
         walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
-        ways.append(Way(plan, walk, choices[i].cost, _scratch(plan, rows, scale_GTN)))
+        ways.append(Way(plan, walk, choices[i].cost, _buffers(plan, rows, scale_GTN)))
     return ways
 
 
-def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> list:
-    """In the order of Refs."""
+def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> dict:
+    """What the kernel reads, by its name in References."""
     num_n, rows = scale_GTN.shape[2], bytes_GKB.shape[0] * bytes_GKB.shape[1]
-    args = [x, bytes_GKB.reshape(rows, -1)]
+    found = {"x": x, "codes": bytes_GKB.reshape(rows, -1)}
     if plan.group:
-        args.append(scale_GTN.reshape(-1, num_n))
-    if plan.looks_up:
-        args.append(jnp.asarray(decoding.pairs(plan.fmt.table)))
-    if plan.is_scaled:
-        args.append(scale_GTN[:, 0])
-    return args
+        return found | {"group_scales": scale_GTN.reshape(-1, num_n)} | plan.table_operand()  # fmt: skip
+    return found | plan.table_operand() | {"column_scales": scale_GTN[:, 0]}
 
 
 def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
     """[R, N] of what the interpreted kernel writes, [groups, rings, ..]."""
-    in_order = functools.partial(decode_kernel.in_order_of, bits=bits)
+    in_order = functools.partial(by_columns, bits=bits)
     out = jax.vmap(in_order)(jnp.sum(out, axis=1))[:, : len(row)]
     end = jnp.cumsum(sizes_G)[:, None, None]
     is_own = (row < end) & (row >= end - sizes_G[:, None, None])
     return jnp.sum(jnp.where(is_own, out, 0.0), axis=0)
 
 
-def _scratch(plan: Plan, rows: int, scale_GTN) -> list:
-    """Of one choice, in the order of Refs."""
-    blocks, scale = plan.blocks, scale_GTN if plan.group else None
-    scratch = decode_kernel.rings(plan, rows, scale)
-    if plan.looks_up:
-        scratch += [plgpu.SMEM(decoding.TABLE, jnp.int32), plgpu.Barrier()]
+def _buffers(plan: Plan, rows: int, scale_GTN) -> dict:
+    """The shared memory of one choice, by its names in References."""
+    found = plan.buffers(rows, scale_GTN if plan.group else None)
     if not plan.native:
-        each = plan.division.groups * blocks.wide, 64, plan.inner
-        return [*scratch, plgpu.SMEM(each, jnp.bfloat16)]
-    lines = blocks.exchanged(rows) // 128
-    return [*scratch, plgpu.SMEM((lines, 128), jnp.int8, transforms=SWIZZLED)]
+        return found | plan.interpreter_buffers()
+    shape = plan.blocks.exchanged(rows) // 128, 128
+    return found | {"exchange": plgpu.SMEM(shape, jnp.int8, transforms=SWIZZLED)}

@@ -39,46 +39,46 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.hopper import decoding, lanes
+from midtread.kernels.hopper import lanes
 from midtread.kernels.hopper.lanes import COLUMNS
+from midtread.kernels.hopper.ring import named
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
-from midtread.kernels.scaled_matmul.hopper import in_order
-from midtread.kernels.weight_matmul.hopper_decode import exchange
-from midtread.kernels.weight_matmul.hopper_decode import pipeline as decode_pipeline
+from midtread.kernels.weight_matmul.hopper_decode import exchange, pipeline
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks, Plan
 from midtread.numerics.formats import Format, dtype_bits
 
 FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
 
 
-def _body(*given, plan: Plan):
-    """A warpgroup's share: sums of its blocks (hopper_decode/pipeline.py), which then change hands
-    (exchange.py)."""
-    refs, deep = decode_pipeline.refs_of(plan, given), plan.division.deep
+def _body(*given, plan: Plan, names: tuple[str, ...]):
+    """A warpgroup's share: the sums of its blocks (pipeline.py), which then become rows of
+    the result (exchange.py)."""
+    refs, deep = named(names, given), plan.division.deep
     tile, share = lax.axis_index("tile"), lax.axis_index("share")
     part = share * plan.blocks.cluster + lax.axis_index("part")
     begin, end = (
         lax.div(p * plan.num_chunks, plan.blocks.split) for p in (part, part + 1)
     )
 
-    def find(ring, i):
+    def address(ring, i):
         k = (begin + i * deep + ring) * plan.blocks.k
-        # row 0 of x, but Pallas must not know: it refuses to read beyond the last row,
-        # which the copy engine fills up with zeros
-        return decode_pipeline.Spot(k, tile, share * 0, k)
+        # This is row 0 of x, but Pallas must not know: it refuses to read beyond the last
+        # row, which the copy engine fills up with zeros.
+        return pipeline.BlockAddress(k, tile, share * 0, k)
 
     count = lambda ring: lax.div(end - begin - ring + deep - 1, deep)
-    me = decode_pipeline.place(plan, count, find)
-    decode_pipeline.start(plan, refs, me)
+    me = pipeline.this_warpgroup(plan, count, address)
+    pipeline.fill(plan, refs, me)
     others = (refs.received, refs.signal) if plan.is_clustered else None
     if others:
         exchange.prepare(refs.signal, plan.blocks.cluster, refs.out.shape[1])
-    sums = decode_pipeline.sums(plan, refs, me)
+    sums = pipeline.sums(plan, refs, me)
     if plan.native:
         columns = pl.ds(tile * COLUMNS, COLUMNS)
-        last = None if refs.last is None else refs.last.at[:, columns]
+        scale = refs.column_scales
+        scale = None if scale is None else scale.at[:, columns]
         out = refs.out.at[pl.ds(share, 1), :, columns]
-        exchange.finish(out, refs.w_ring, sums, last, plan.division, others)
+        exchange.finish(out, refs.codes_ring, sums, scale, plan.division, others)
     else:
         for a, one in enumerate(sums):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
@@ -111,68 +111,47 @@ def decode_matmul(
     padded = -(-m // 8) * 8
     if interpret or m > FILLED:
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
-    num_chunks, native = k // blocks.k, not interpret
+    native = not interpret
+    plan = Plan(fmt, group, native, blocks, num_chunks=k // blocks.k)
+    operands = {"x": x_MK, "codes": bytes_KB}
+    operands |= {} if scale_GN is None else {"group_scales": scale_GN}
+    operands |= plan.table_operand()
     in_kernel = last_N is not None and shares == 1 and native
-    plan = Plan(fmt, blocks, group, num_chunks, in_kernel, native)
-    args = [x_MK, bytes_KB]
-    args += [] if scale_GN is None else [scale_GN]
-    scratch = rings(plan, padded, scale_GN)
-    if plan.looks_up:
-        args.append(jnp.asarray(decoding.pairs(fmt.table)))
-        scratch += [plgpu.SMEM(decoding.TABLE, jnp.int32), plgpu.Barrier()]
-    if last_N is not None and in_kernel:
-        args.append(last_N.reshape(1, num_n))
+    if in_kernel:
+        operands["column_scales"] = last_N.reshape(1, num_n)
+    buffers = plan.buffers(padded, scale_GN)
     mesh: dict = {"grid": (tiles, shares), "grid_names": ("tile", "share")}
     if native:
         if plan.is_clustered:
             shape = exchange.received_shape(blocks.cluster, m)
-            scratch.append(plgpu.SMEM(shape, jnp.float32))
-            scratch.append(plgpu.SMEM(exchange.SIGNAL, jnp.int32))
+            buffers["received"] = plgpu.SMEM(shape, jnp.float32)
+            buffers["signal"] = plgpu.SMEM(exchange.SIGNAL, jnp.int32)
         out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
         mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
     else:  # the interpreter knows no clusters
-        each = plan.division.groups * blocks.wide, 64, plan.inner
-        scratch.append(plgpu.SMEM(each, x_MK.dtype))
+        buffers |= plan.interpreter_buffers()
         out = (blocks.split, blocks.deep, tiles, 4, 64, padded), jnp.float32
         mesh = {"grid": (tiles, shares, blocks.cluster)}
         mesh |= {"grid_names": ("tile", "share", "part")} | interpreter()
     kernel = plgpu.kernel(
-        functools.partial(_body, plan=plan),
+        functools.partial(_body, plan=plan, names=(*operands, "out", *buffers)),
         out_type=jax.ShapeDtypeStruct(*out),
         num_threads=plan.division.groups,
         thread_name="wg",
-        scratch_types=scratch,
+        scratch_types=list(buffers.values()),
         compiler_params=lane_params(barriers=False),
         **mesh,
     )
-    out = kernel(*alike(*args))
-    out = in_order_of(jnp.sum(out, (0, 1)), bits)[None, :m] if interpret else out
+    out = kernel(*alike(*operands.values()))
+    if interpret:
+        out = by_columns(jnp.sum(out, (0, 1)), bits)[None, :m]
     out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
     if last_N is not None and not in_kernel:
         out = out * last_N.astype(jnp.float32).reshape(1, num_n)
     return out.astype(dtype)
 
 
-def rings(plan: Plan, padded: int, scale) -> list:
-    """Buffers for the weight, x and scales of groups, and their barriers."""
-    blocks, division = plan.blocks, plan.division
-    buffers = blocks.stages * blocks.deep
-    ring = lambda shape, dtype, columns: plgpu.SMEM(
-        (buffers, *shape), dtype, transforms=in_order(columns, dtype)
-    )
-    found: list = [
-        ring((blocks.k, COLUMNS * division.bits // 8), jnp.int8, 128),
-        ring((padded, blocks.k), jnp.bfloat16, 64 if plan.by_warps else plan.inner),
-    ]
-    if plan.group:
-        count = max(1, blocks.k // plan.group)
-        found.append(plgpu.SMEM((buffers, count, COLUMNS), scale.dtype))
-    full = plgpu.Barrier(num_arrivals=len(found), num_barriers=buffers)
-    empty = plgpu.Barrier(num_arrivals=division.across, num_barriers=buffers)
-    return found + ([full] if plan.by_warps else [full, empty])
-
-
-def in_order_of(out, bits: int):
+def by_columns(out, bits: int):
     """[M, N] of [N / 256, 4, 64, M], which the interpreted kernel writes."""
     tiles, padded = out.shape[0], out.shape[-1]
     extents, axes = lanes.order(bits)

@@ -1,17 +1,16 @@
-"""What the warpgroups of hopper_decode do with the blocks of a weight: fetch, decode, add up.
+"""What the warpgroups of this kernel do with the blocks of a weight: fetch, decode, add up.
 
-    fetch    block i of a ring -> a buffer of it, by the copy engine
-    sums     [64 columns, rows] of each accumulator, over the blocks of a ring: by wgmma, or
-             where a warpgroup has a ring to itself by mma.sync (hopper/mma.py)
+    fill      the first blocks of every ring go into its buffers
+    sums      [64 columns, rows] of each accumulator, over the blocks of a ring: by wgmma, or
+              by mma.sync where a warpgroup has a ring to itself (hopper/mma.py)
 
-A ring is `stages` buffers, each with two barriers: `full`, when all of its parts have come,
-and `empty`, when all warpgroups of the ring have left it. Each of them fills the buffers of
-its own number. A warpgroup that is alone with its ring needs no `empty`.
+hopper/ring.py has the buffers. Every warpgroup of a ring refills the buffers of its own
+number, once all have read them. A warpgroup that is alone with its ring needs no barrier for
+that.
 
-Scales of groups are applied to decoded values, and the products rounded to bfloat16, which
-gives the numbers of decoding first; with mma.sync to the sums of groups, in float32.
-
-Who takes which column is told by hopper/lanes.py, also where the kernel is interpreted.
+Scales of groups are applied to decoded values, and the products are rounded to bfloat16: the
+result is that of decoding first. With mma.sync they are applied to the sums of groups, in
+float32. hopper/lanes.py says which warpgroup takes which column, also for the interpreter.
 """
 
 import dataclasses
@@ -24,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.hopper import decoding, lanes, mma
+from midtread.kernels.hopper import decoding, lanes, mma, ring
 from midtread.kernels.hopper.lanes import COLUMNS
+from midtread.kernels.hopper.ring import References
 from midtread.kernels.pallas_compat import pl, plgpu, transposed
 from midtread.kernels.weight_matmul.hopper_decode import exchange
 from midtread.numerics.formats import Format, dtype_bits
@@ -44,7 +44,7 @@ class DecodeBlocks:
         return lanes.Division(bits, self.wide, self.deep)
 
     def num_bytes(self, fmt: Format, rows: int, group: int | None) -> int:
-        """Of shared memory."""
+        """The shared memory that the rings and a table take."""
         padded = -(-rows // 8) * 8
         num_scales = max(1, self.k // (group or self.k))
         size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
@@ -53,12 +53,12 @@ class DecodeBlocks:
         return size * self.stages * self.deep + beside
 
     def exchanged(self, rows: int) -> int:
-        """Bytes in which sums change hands; afterwards, they may be those of the rings."""
+        """Bytes in which sums change hands; once the rings are done, they may be theirs."""
         return self.deep * COLUMNS * -(-rows // 8) * 8 * 4
 
     def received(self, rows: int) -> int:
-        """Bytes for the sums that come from the other programs of a cluster, and 1 kB, which
-        the barrier that says so takes as everything does."""
+        """Bytes for the sums that the other programs of a cluster send, and 1 kB, which is
+        what every allocation takes at least, for the barrier that announces them."""
         shape = exchange.received_shape(self.cluster, rows)
         return math.prod(shape) * 4 + 1024 if self.cluster > 1 else 0
 
@@ -69,16 +69,11 @@ class DecodeBlocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the body needs to know beside its arguments."""
+class Plan(ring.Plan):
+    """What the body needs to know beside its references."""
 
-    fmt: Format
     blocks: DecodeBlocks
-    group: int | None  # rows of the weight under one scale; None: all
     num_chunks: int  # blocks of the whole sum
-    is_scaled: bool  # by columns, in the kernel
-    native: bool
-    walks: bool = False  # from sum to sum (hopper_decode/grouped.py)
 
     @property
     def division(self) -> lanes.Division:
@@ -86,6 +81,7 @@ class Plan:
 
     @property
     def by_warps(self) -> bool:
+        """Whether each warp multiplies for itself, by mma.sync."""
         return self.native and self.division.across == 1
 
     @property
@@ -99,47 +95,27 @@ class Plan:
     def is_clustered(self) -> bool:
         return self.native and self.blocks.cluster > 1
 
-    @property
-    def looks_up(self) -> bool:
-        return self.fmt.table is not None and self.native
+    def buffers(self, rows: int, scale) -> dict:
+        """Rings for `rows` rows of x and for scales of groups, and the table."""
+        blocks, division = self.blocks, self.division
+        count, width = blocks.stages * blocks.deep, COLUMNS * division.bits // 8
+        found = ring.ring_buffers(
+            self, count, blocks.k, rows, COLUMNS, width,
+            x_columns=64 if self.by_warps else self.inner,
+            scale_dtype=None if scale is None else scale.dtype,
+        )  # fmt: skip
+        if not self.by_warps:
+            barrier = {"num_arrivals": division.across, "num_barriers": count}
+            found["empty"] = plgpu.Barrier(**barrier)
+        return found | self.table_buffers()
+
+    def interpreter_buffers(self) -> dict:
+        each = self.division.groups * self.blocks.wide, 64, self.inner
+        return {"left_operands": plgpu.SMEM(each, jnp.bfloat16)}
 
 
-class Refs(NamedTuple):
-    """In memory: x [M, K], bytes [K, B], scales [G, N], a table, scale [1, N], out [.., m, N].
-    Then, in shared memory, rings and their barriers, the table, what comes from other
-    programs and says so, where rings are in use to the end what sums pass through, and left
-    operands for the interpreter."""
-
-    x: Any
-    w: Any
-    scale: Any
-    table: Any
-    last: Any
-    out: Any
-    w_ring: Any
-    x_ring: Any
-    scale_ring: Any
-    full: Any
-    empty: Any
-    table_here: Any
-    ready: Any
-    received: Any
-    signal: Any
-    spare: Any
-    aside: Any
-
-
-def refs_of(plan: Plan, given) -> Refs:
-    group, looks_up, clustered = plan.group, plan.looks_up, plan.is_clustered
-    held = [True, True, group, looks_up, plan.is_scaled, True, True, True, group]
-    held += [True, not plan.by_warps, looks_up, looks_up, clustered, clustered]
-    held += [plan.walks and plan.native, not plan.native]
-    rest = list(given)
-    return Refs(*(rest.pop(0) if is_held else None for is_held in held))
-
-
-class Spot(NamedTuple):
-    """Where a block lies in memory."""
+class BlockAddress(NamedTuple):
+    """Where a block of the weight, and what meets it, lies in global memory."""
 
     row: Any  # of the weight, and with it of its scales
     tile: Any  # of its columns
@@ -147,54 +123,47 @@ class Spot(NamedTuple):
     x_column: Any
 
 
-class Place(NamedTuple):
-    """Where this warpgroup stands."""
+class Warpgroup(NamedTuple):
+    """One warpgroup of a program, and the blocks it reads."""
 
-    wg: Any
+    number: Any
     ring: Any
     within: Any  # its number among those of its ring
-    count: Any  # blocks of its ring
-    span: tuple[Any, Any]  # of them, those of this sum
-    find: Callable[[Any], Spot]  # of a block
+    count: Any  # how many blocks its ring reads
+    span: tuple[Any, Any]  # of them, those of the present sum
+    address: Callable[[Any], BlockAddress]  # of a block of the ring
 
 
-def place(plan: Plan, count: Callable, find: Callable) -> Place:
-    """Of blocks `count(ring)`, where `find(ring, i)` says."""
+def this_warpgroup(plan: Plan, count: Callable, address: Callable) -> Warpgroup:
+    """A ring reads `count(ring)` blocks; block `i` lies at `address(ring, i)`."""
     wg, across = lax.axis_index("wg"), plan.division.across
-    ring, within = lax.div(wg, across), lax.rem(wg, across)
-    num = count(ring)
-    return Place(wg, ring, within, num, (0, num), functools.partial(find, ring))
+    number, within = lax.div(wg, across), lax.rem(wg, across)
+    num = count(number)
+    find = functools.partial(address, number)
+    return Warpgroup(wg, number, within, num, (0, num), find)
 
 
-def fetch(plan: Plan, refs: Refs, me: Place, i, slot):
-    """Block `i` of a ring into a buffer of it."""
-    k, (num_rows, width) = plan.blocks.k, (refs.x_ring.shape[1], refs.w_ring.shape[2])
-    spot, at = me.find(i), me.ring * plan.blocks.stages + slot
-    barrier = refs.full.at[at]
-    source = refs.w.at[pl.ds(spot.row, k), pl.ds(spot.tile * width, width)]
-    plgpu.copy_gmem_to_smem(source, refs.w_ring.at[at], barrier)
-    source = refs.x.at[pl.ds(spot.x_row, num_rows), pl.ds(spot.x_column, k)]
-    plgpu.copy_gmem_to_smem(source, refs.x_ring.at[at], barrier)
-    if plan.group:
-        some = pl.ds(lax.div(spot.row, plan.group), refs.scale_ring.shape[1])
-        source = refs.scale.at[some, pl.ds(spot.tile * COLUMNS, COLUMNS)]
-        plgpu.copy_gmem_to_smem(source, refs.scale_ring.at[at], barrier)
+def _fetch(plan: Plan, refs: References, me: Warpgroup, i, slot):
+    """Brings block `i` of a ring into one of its buffers."""
+    k, num_rows = plan.blocks.k, refs.x_ring.shape[1]
+    block, at = me.address(i), me.ring * plan.blocks.stages + slot
+    ring.fetch_codes(refs, at, block.row, block.tile)
+    source = refs.x.at[pl.ds(block.x_row, num_rows), pl.ds(block.x_column, k)]
+    plgpu.copy_gmem_to_smem(source, refs.x_ring.at[at], refs.full.at[at])
+    ring.fetch_scales(plan, refs, at, block.row, block.tile)
 
 
-def start(plan: Plan, refs: Refs, me: Place):
+def fill(plan: Plan, refs: References, me: Warpgroup):
     """Fills all buffers for the first time, and brings the table that is looked up."""
     for slot in range(plan.blocks.stages):
         is_mine = (me.within == slot % plan.division.across) & (slot < me.count)
-        pl.when(is_mine)(functools.partial(fetch, plan, refs, me, slot, slot))
-    if plan.looks_up:
-        copy = (refs.table, refs.table_here, refs.ready)
-        pl.when(me.wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
-        plgpu.barrier_wait(refs.ready)
+        pl.when(is_mine)(functools.partial(_fetch, plan, refs, me, slot, slot))
+    ring.fetch_table(plan, refs, me.number)
 
 
-def _refill(plan: Plan, refs: Refs, me: Place, i):
-    """The buffer that all have left, one block ago, is filled again. A barrier knows one
-    waiter: the warpgroup that a buffer belongs to."""
+def _refill(plan: Plan, refs: References, me: Warpgroup, i):
+    """Fills the buffer of block `i`, which all have read, with a later one. A barrier knows
+    one waiter: the warpgroup that the buffer belongs to."""
     stages = plan.blocks.stages
     slot = lax.rem(i, stages)
 
@@ -203,56 +172,39 @@ def _refill(plan: Plan, refs: Refs, me: Place, i):
     )
     def _():
         plgpu.barrier_wait(refs.empty.at[me.ring * stages + slot])
-        fetch(plan, refs, me, i + stages, slot)
+        _fetch(plan, refs, me, i + stages, slot)
 
 
 # --- sums -------------------------------------------------------------------------------------
 
 
-def _decoded(plan: Plan, refs: Refs, me: Place, at, start):
-    """A piece of a block as left operands, one for each accumulator, scaled by groups."""
-    block, division = refs.w_ring.at[at, pl.ds(start, plan.inner)], plan.division
-    scale, group = None, min(plan.group or plan.inner, plan.inner)
-    if plan.group:
-        first = start // plan.group if plan.group < plan.blocks.k else 0
-        scale = refs.scale_ring.at[at, pl.ds(first, plan.inner // group)]
-    if plan.native:
-        code = decoding.code(plan.fmt, _is_folded(plan, refs))
-        return lanes.decoded(block, code, division, refs.table_here, scale)
-    values = decoding.values(block[...], plan.fmt)
-    if scale is not None:
-        scales = jnp.repeat(scale[...], group, 0)
-        values = (values * scales).astype(values.dtype)
-    mine = [me.within * division.wide + a for a in range(division.wide)]
-    return [lanes.mine_of(values, division.bits, j) for j in mine]
-
-
-def _multiply(plan: Plan, refs: Refs, me: Place, accs, at, start):
+def _multiply(plan: Plan, refs: References, me: Warpgroup, accs, at, start):
+    """Adds to each accumulator its columns of a piece of a buffer, times x."""
     x = transposed(refs.x_ring.at[at, :, pl.ds(start, plan.inner)])
-    for a, (acc, w) in enumerate(zip(accs, _decoded(plan, refs, me, at, start))):
-        if not plan.native:  # the interpreter's wgmma takes no registers
-            place = me.wg * plan.blocks.wide + a
-            refs.aside[place] = w
-            w = refs.aside.at[place]
-        plgpu.wgmma(acc, w, x)
+    piece = ring.piece(plan, refs, at, start, plan.inner)
+    is_folded = _is_folded(plan, refs)
+    ws = piece.decoded(plan, refs, plan.division, me.number, is_folded=is_folded)
+    for a, (acc, w) in enumerate(zip(accs, ws)):
+        here = me.number, a, plan.blocks.wide
+        plgpu.wgmma(acc, ring.as_left_operand(plan, refs, w, *here), x)
 
 
-def _is_folded(plan: Plan, refs: Refs) -> bool:
-    """Whether scales of groups are in the slopes, where a format has any (hopper/decoding.py)."""
+def _is_folded(plan: Plan, refs: References) -> bool:
+    """Whether scales of groups are in the slopes of the decoding, if the format has any."""
     if plan.by_warps or not plan.group:
         return False
     return refs.scale_ring.dtype == jnp.bfloat16
 
 
-def sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
+def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
     """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
     found = (_sums_by_warps if plan.by_warps else _sums)(plan, refs, me)
     power = decoding.power(plan.fmt, _is_folded(plan, refs)) if plan.native else 0
     return [one * 2.0**power for one in found] if power else found
 
 
-def _sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
-    """By wgmma, which reads what is decoded while the next is."""
+def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
+    """By wgmma, which reads what was decoded while the next piece is being decoded."""
     stages = plan.blocks.stages
 
     def block(i, accs):
@@ -260,9 +212,9 @@ def _sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         plgpu.barrier_wait(refs.full.at[at])
         for start in range(0, plan.blocks.k, plan.inner):
             _multiply(plan, refs, me, accs, at, start)
-            # nothing reads registers of the next piece
+            # Nothing may still read the registers that the next piece is decoded into.
             plgpu.wgmma_wait(plan.blocks.wide)
-            if start == 0:  # all of the last block is done
+            if start == 0:  # so all of the block before this one is done
 
                 @pl.when(i > 0)
                 def _():
@@ -279,8 +231,8 @@ def _sums(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
     return pl.run_scoped(over_all, *[one] * plan.blocks.wide)
 
 
-def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
-    """By instructions that warps wait for. Each group is a sum of its own."""
+def _sums_by_warps(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
+    """By mma.sync, which warps wait for. Each group of scales is a sum of its own."""
     stages, k, division = plan.blocks.stages, plan.blocks.k, plan.division
     step = min(k, plan.group or k)  # rows under one scale
     code = decoding.code(plan.fmt)
@@ -292,8 +244,8 @@ def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
         for first in range(0, k, step):
             sums = None if plan.group else totals
             for start in range(first, first + step, plan.inner):
-                piece = refs.w_ring.at[at, pl.ds(start, plan.inner)]
-                w = lanes.decoded(piece, code, division, refs.table_here)
+                codes = refs.codes_ring.at[at, pl.ds(start, plan.inner)]
+                w = lanes.decoded(codes, code, division, refs.table_smem)
                 sums = mma.multiplied(sums, w, refs.x_ring.at[at], start)
             if plan.group:
                 scales = lanes.scales(refs.scale_ring.at[at, first // step], division)
@@ -305,18 +257,11 @@ def _sums_by_warps(plan: Plan, refs: Refs, me: Place) -> list[jax.Array]:
 
         @pl.when(i + stages < me.count)
         def _():
-            mma.meet()  # all have read it
-            fetch(plan, refs, me, i + stages, slot)
+            mma.meet()  # all threads have read the buffer
+            _fetch(plan, refs, me, i + stages, slot)
 
         return totals
 
     zero = jnp.zeros((64, refs.x_ring.shape[1]), jnp.float32)
     zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
     return lax.fori_loop(*me.span, block, [zero] * plan.blocks.wide)
-
-
-def scales(ref, plan: Plan, me: Place) -> list:
-    """A warpgroup's 64 of 256 scales for each accumulator, in float32; interpreted."""
-    values, division = ref[...].astype(jnp.float32)[None], plan.division
-    mine = [me.within * division.wide + a for a in range(division.wide)]
-    return [lanes.mine_of(values, division.bits, j)[:, 0] for j in mine]

@@ -10,8 +10,8 @@ groups     the same for each expert: entries with these bits and at least so man
 
 import dataclasses
 
-from midtread.kernels.hopper import SHARED
 from midtread.kernels.hopper.lanes import COLUMNS
+from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.tuned import has_own_table, table
 from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice

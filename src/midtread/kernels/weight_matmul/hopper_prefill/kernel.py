@@ -27,14 +27,13 @@ they are float32 parts, which XLA adds up.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.hopper import decoding
+from midtread.kernels.hopper.ring import ring_buffers
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
-from midtread.kernels.scaled_matmul.hopper import in_order
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
 from midtread.kernels.weight_matmul.hopper_prefill.pipeline import (
     COLUMNS,
@@ -83,54 +82,50 @@ def prefill_matmul(
         chunks=k // (blocks.k * blocks.split), whole=count - last, halves=2 * last,
     )  # fmt: skip
     out_dtype = jnp.dtype(dtype) if blocks.split == 1 else jnp.dtype(jnp.float32)
-    args = [x_MK, bytes_KB, scale_GN]
+    scales = "group_scales" if plan.group else "column_scales"
+    operands = {"x": x_MK, "codes": bytes_KB, scales: scale_GN}
     if rows_M is not None:
-        args.append(jnp.pad(rows_M, (0, grid[0] * blocks.rows - m)))
-    if plan.looks_up:
-        args.append(jnp.asarray(decoding.pairs(fmt.table)))
+        operands["row_scales"] = jnp.pad(rows_M, (0, grid[0] * blocks.rows - m))
+    operands |= plan.table_operand()
+    buffers = _buffers(plan, out_dtype)
     extra = interpreter() if interpret else {}
     if blocks.pair:
         extra |= {"cluster": (2,), "cluster_names": ("pair",)}
+    names = (*operands, "out", *buffers)
     kernel = plgpu.kernel(
-        functools.partial(prefill_pipeline.body, plan=plan),
+        functools.partial(prefill_pipeline.body, plan=plan, names=names),
         out_type=jax.ShapeDtypeStruct((blocks.split, m + -m % 8, n), out_dtype),
         grid=(min(max(plan.whole, plan.halves), blocks.programs()),),
         grid_names=("sm",),
         num_threads=GROUPS + 1,
         thread_name="wg",
-        scratch_types=_scratch(plan, out_dtype),
+        scratch_types=list(buffers.values()),
         compiler_params=lane_params(),
         **extra,
     )
-    parts = kernel(*alike(*args))
+    parts = kernel(*alike(*operands.values()))
     out = parts[0] if blocks.split == 1 else jnp.sum(parts, 0)
     return out[:m].astype(dtype)
 
 
-def _scratch(plan: Plan, out_dtype) -> list:
-    """Shared memory, in the order of prefill_pipeline.Refs."""
+def _buffers(plan: Plan, out_dtype) -> dict:
+    """Shared memory, by its names in References."""
     blocks, width = plan.blocks, COLUMNS * dtype_bits(plan.fmt.dtype) // 8
-    ring = lambda shape, dtype, columns: plgpu.SMEM(
-        (blocks.stages, *shape), dtype, transforms=in_order(columns, dtype)
-    )
-    line = in_order(128 // out_dtype.itemsize, out_dtype)
-    how = {"num_arrivals": GROUPS, "num_barriers": blocks.stages}
-    scratch: list[Any] = [
-        plgpu.SMEM((GROUPS, 2, OUT_ROWS, OUT_COLUMNS), out_dtype, transforms=line),
-        ring((blocks.rows, blocks.k), plan.dtype, plan.inner),
-        ring((blocks.k, width), jnp.int8, min(128, width)),
-        plgpu.Barrier(num_arrivals=3 if plan.group else 2, num_barriers=blocks.stages),
-        plgpu.ClusterBarrier(collective_axes=("pair",), **how)
-        if blocks.pair
-        else plgpu.Barrier(**how),
-    ]
-    if plan.group:
-        num_scales = max(1, blocks.k // plan.group)
-        shape = blocks.stages, num_scales, COLUMNS
-        scratch.append(plgpu.SMEM(shape, jnp.bfloat16))
-    if plan.looks_up:
-        scratch += [plgpu.SMEM(decoding.TABLE, jnp.int32), plgpu.Barrier()]
+    ring = ring_buffers(
+        plan, blocks.stages, blocks.k, blocks.rows, COLUMNS, width,
+        x_dtype=plan.dtype, x_columns=plan.inner,
+    )  # fmt: skip
+    order = swizzled(128 // out_dtype.itemsize, out_dtype)
+    shape = GROUPS, 2, OUT_ROWS, OUT_COLUMNS
+    count = {"num_arrivals": GROUPS, "num_barriers": blocks.stages}
+    if blocks.pair:
+        empty = plgpu.ClusterBarrier(collective_axes=("pair",), **count)
+    else:
+        empty = plgpu.Barrier(**count)
+    found = {"out_smem": plgpu.SMEM(shape, out_dtype, transforms=order)}
+    found |= {name: ring[name] for name in ("x_ring", "codes_ring", "full")}
+    found |= {"empty": empty} | ring | plan.table_buffers()
     if not plan.native:
         operand = plan.fmt.dtype if plan.is_codes else jnp.bfloat16
-        scratch.append(plgpu.SMEM((GROUPS, 64, plan.inner), operand))
-    return scratch
+        found["left_operands"] = plgpu.SMEM((GROUPS, 64, plan.inner), operand)
+    return found

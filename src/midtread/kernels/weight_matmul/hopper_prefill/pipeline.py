@@ -14,13 +14,14 @@ of the result, without a pause; two multiply, 64 columns each.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels.hopper import SHARED, decoding, lanes
+from midtread.kernels.hopper import decoding, lanes, ring
+from midtread.kernels.hopper.ring import References
+from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import (
     load_slice,
     num_cores,
@@ -72,30 +73,23 @@ class PrefillBlocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the body needs to know beside its arguments."""
+class Plan(ring.Plan):
+    """What the body needs to know beside its references."""
 
-    fmt: Format
     blocks: PrefillBlocks
     dtype: np.dtype  # of the rows: bfloat16, or that of codes
-    group: int | None  # rows of the weight under one scale; None: all
     chunks: int  # buffers full, of one program's part of the sum
     grid: tuple[int, int]  # blocks of the result; of pairs along columns
     whole: int  # blocks of all rows
     halves: int  # of half of them
-    native: bool
 
     @property
     def is_codes(self) -> bool:
         return self.dtype.itemsize == 1
 
     @property
-    def looks_up(self) -> bool:
-        return self.fmt.table is not None and self.native
-
-    @property
     def unit(self) -> float:
-        """What sums are to be multiplied by (hopper/decoding.py)."""
+        """The power of two that sums are to be multiplied by (hopper/decoding.py)."""
         if self.is_codes or not self.native:
             return 1.0
         return 2.0 ** decoding.power(self.fmt, self.group is not None)
@@ -115,51 +109,22 @@ class Plan:
         return jnp.int32 if is_integer else jnp.float32
 
 
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """In memory: rows [M, K], bytes [K, B], scales [G, N], scales of rows [M] for codes, a
-    table; out [split, M, N]. Then, in shared memory, what leaves, rings and barriers."""
-
-    x: Any
-    w: Any
-    scale: Any
-    rows: Any
-    table: Any
-    out: Any
-    out_here: Any
-    x_ring: Any
-    w_ring: Any
-    full: Any
-    empty: Any
-    scale_ring: Any
-    table_here: Any
-    ready: Any
-    held: Any
-
-
-def body(*given, plan: Plan):
-    rest, up = list(given), plan.looks_up
-    held = [True, True, True, plan.is_codes, up] + [True] * 6
-    held += [plan.group, up, up, not plan.native]
-    refs = Refs(*(rest.pop(0) if is_held else None for is_held in held))
-    wg = lax.axis_index("wg")
+def body(*given, plan: Plan, names: tuple[str, ...]):
+    refs, wg = ring.named(names, given), lax.axis_index("wg")
 
     @pl.when(wg == GROUPS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
         stages, fetch = plan.blocks.stages, functools.partial(_fetch, plan, refs)
         count = _over_blocks(plan, fetch)
-        # stays until all have left the buffers: a neighbour, too, fills and reads them
+        # It stays until all have left the buffers, which a neighbour fills and reads too.
         leave = lambda n, _: plgpu.barrier_wait(refs.empty.at[lax.rem(n, stages)])
         lax.fori_loop(lax.max(count - stages, 0), count, leave, None)
 
     @pl.when(wg < GROUPS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        if plan.looks_up:
-            copy = (refs.table, refs.table_here, refs.ready)
-            pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
-            plgpu.barrier_wait(refs.ready)
+        ring.fetch_table(plan, refs, wg)
         _over_blocks(plan, functools.partial(_multiply, plan, refs, wg))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -189,7 +154,7 @@ def _over_blocks(plan: Plan, visit):
     return carry
 
 
-def _fetch(plan: Plan, refs: Refs, rows, part, row, j, count):
+def _fetch(plan: Plan, refs: References, rows, part, row, j, count):
     """Brings all that a block of the result needs; returns how many buffers it filled."""
     blocks = plan.blocks
     together = {"collective_axes": "pair"} if blocks.pair else {}
@@ -198,19 +163,11 @@ def _fetch(plan: Plan, refs: Refs, rows, part, row, j, count):
         slot = lax.rem(count, blocks.stages)
         pl.when(count >= blocks.stages)(lambda: plgpu.barrier_wait(refs.empty.at[slot]))
         start = (part * plan.chunks + c) * blocks.k
-        some, full = pl.ds(start, blocks.k), refs.full.at[slot]
-        width = refs.w_ring.shape[2]
-        w = refs.w.at[some, pl.ds(j * width, width)]
-        plgpu.copy_gmem_to_smem(w, refs.w_ring.at[slot], full)
-        if plan.group:
-            groups = pl.ds(lax.div(start, plan.group), refs.scale_ring.shape[1])
-            scale = refs.scale.at[groups, pl.ds(j * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(scale, refs.scale_ring.at[slot], full)
-        x, ring = (
-            refs.x.at[pl.ds(row, rows), some],
-            refs.x_ring.at[slot, pl.ds(0, rows)],
-        )
-        plgpu.copy_gmem_to_smem(x, ring, full, **together)
+        ring.fetch_codes(refs, slot, start, j)
+        ring.fetch_scales(plan, refs, slot, start, j)
+        x = refs.x.at[pl.ds(row, rows), pl.ds(start, blocks.k)]
+        target = refs.x_ring.at[slot, pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(x, target, refs.full.at[slot], **together)
         return count + 1
 
     return lax.fori_loop(0, plan.chunks, chunk, count)
@@ -219,16 +176,17 @@ def _fetch(plan: Plan, refs: Refs, rows, part, row, j, count):
 # --- sums -------------------------------------------------------------------------------------
 
 
-def _multiply(plan: Plan, refs: Refs, wg, rows, part, row, j, first):
+def _multiply(plan: Plan, refs: References, wg, rows, part, row, j, first):
     """A block of the result; returns how many buffers were read."""
     total, s = _sums(plan, refs, wg, first, rows), None
     if not plan.group:
-        s = _scales(refs.scale.at[0, pl.ds(j * COLUMNS, COLUMNS)], plan, wg) * plan.unit
+        columns = refs.column_scales.at[0, pl.ds(j * COLUMNS, COLUMNS)]
+        s = _scales(columns, plan, wg) * plan.unit
     _send(plan, refs, wg, total, s, (part, row, j * COLUMNS + wg * 64))
     return first + plan.chunks
 
 
-def _sums(plan: Plan, refs: Refs, wg, first, rows: int):
+def _sums(plan: Plan, refs: References, wg, first, rows: int):
     """[64, rows]: a warpgroup's columns of a block, over the program's part of the sum."""
     blocks, per_step = plan.blocks, step(plan.dtype) // plan.blocks.k
     slot_of = lambda count: lax.rem(count, blocks.stages)
@@ -241,9 +199,7 @@ def _sums(plan: Plan, refs: Refs, wg, first, rows: int):
             if start == 0:
                 plgpu.barrier_wait(refs.full.at[slot])
             w = _operand(plan, refs, wg, slot, start)
-            if not plan.native:  # the interpreter's wgmma takes no registers
-                refs.held[wg] = w
-                w = refs.held.at[wg]
+            w = ring.as_left_operand(plan, refs, w, wg)
             x = refs.x_ring.at[slot, pl.ds(0, rows), pl.ds(start, plan.inner)]
             plgpu.wgmma(acc, w, transposed(x))
             plgpu.wgmma_wait(1)  # the one before is done with its registers and buffer
@@ -263,30 +219,17 @@ def _sums(plan: Plan, refs: Refs, wg, first, rows: int):
     return total
 
 
-def _operand(plan: Plan, refs: Refs, wg, slot, start: int):
-    """[64, inner] of a warpgroup's columns: codes, or values, scaled if scales are of
-    groups."""
-    block, scale, dtype = (
-        refs.w_ring.at[slot, pl.ds(start, plan.inner)],
-        None,
-        plan.fmt.dtype,
-    )
-    if plan.group:
-        count = max(1, plan.inner // plan.group)
-        scale = refs.scale_ring.at[slot, pl.ds(start // plan.group, count)]
-    if plan.native and plan.is_codes:
-        return registers.turned(block, dtype)
+def _operand(plan: Plan, refs: References, wg, slot, start: int):
+    """[64, inner] of a warpgroup's columns: codes, or values, which are scaled if scales are
+    of groups."""
+    piece = ring.piece(plan, refs, slot, start, plan.inner)
+    if not plan.is_codes:
+        is_folded = plan.group is not None
+        return piece.decoded(plan, refs, plan.lanes, wg, is_folded=is_folded)[0]
     if plan.native:
-        code = decoding.code(plan.fmt, plan.group is not None)
-        return lanes.decoded(block, code, plan.lanes, refs.table_here, scale)[0]
-    if plan.is_codes:
-        values = lax.bitcast_convert_type(block[...], dtype)
-    else:
-        values = decoding.values(block[...], plan.fmt)
-    if scale is not None:
-        s = jnp.repeat(scale[...].astype(jnp.float32), plan.inner // count, axis=0)
-        values = (values.astype(jnp.float32) * s).astype(values.dtype)
-    return lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)
+        return registers.turned(piece.codes, plan.fmt.dtype)
+    values = lax.bitcast_convert_type(piece.codes[...], plan.fmt.dtype)
+    return plan.lanes.interpreted(values, wg)[0]
 
 
 def _scales(ref, plan: Plan, wg):
@@ -299,12 +242,12 @@ def _scales(ref, plan: Plan, wg):
 # --- results ----------------------------------------------------------------------------------
 
 
-def _send(plan: Plan, refs: Refs, wg, total, s, corner):
+def _send(plan: Plan, refs: References, wg, total, s, corner):
     """Writes a warpgroup's [64, rows], times the scales of its columns, if any, and of
     rows of codes, as rows of the result, through two buffers."""
     part, row, column = corner
     for count, r in enumerate(range(0, total.shape[1], OUT_ROWS)):
-        slot = refs.out_here.at[wg, count % 2]
+        slot = refs.out_smem.at[wg, count % 2]
         piece = total[:, r : r + OUT_ROWS].astype(jnp.float32)
         if s is not None:
             piece = piece * lax.broadcast_in_dim(s, piece.shape, [0])
@@ -312,7 +255,7 @@ def _send(plan: Plan, refs: Refs, wg, total, s, corner):
             piece = piece * plan.unit
         if plan.is_codes:
             layout = plgpu.Layout.WGMMA.reduce(0)
-            mine = load_slice(refs.rows, row + r, OUT_ROWS, layout)
+            mine = load_slice(refs.row_scales, row + r, OUT_ROWS, layout)
             piece = piece * lax.broadcast_in_dim(mine, piece.shape, [1])
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         if plan.native:

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from midtread.kernels.hopper.lanes import Division
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     array,
@@ -40,7 +42,6 @@ from midtread.kernels.hopper.threads import (
     word_type,
 )
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
-from midtread.kernels.scaled_matmul.hopper import in_order
 
 
 class Lanes(NamedTuple):
@@ -64,6 +65,10 @@ class Lanes(NamedTuple):
         column = plus(times(strip, 32), times(g, 4), times(pair, 2))
         return column, times(strip, 16), pair
 
+    def interpreted(self, values, wg) -> list:
+        """[64, K] of a warpgroup, from values [K, 128]; interpreted."""
+        return [lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)]
+
 
 def _places(ref, byte) -> list:
     """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of 128 bytes, in which units
@@ -85,7 +90,7 @@ def turned(ref: Any, dtype) -> jax.Array:
     is_signed = True if dtype == jnp.int8 else None
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(in_order(width, jnp.int8)),), return_type=result
+        arg_types=(plgpu.RefType(swizzled(width, jnp.int8)),), return_type=result
     )
     def turn(ctx, ref):
         del ctx
@@ -134,7 +139,7 @@ def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
     meet in a bank."""
     size = jnp.dtype(ref.dtype).itemsize
     columns = 128 // size
-    tiled = in_order(columns, ref.dtype)
+    tiled = swizzled(columns, ref.dtype)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), plgpu.Layout.WGMMA))
     def store(ctx, ref, sums):

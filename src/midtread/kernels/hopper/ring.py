@@ -1,0 +1,192 @@
+"""The ring of buffers through which a stored weight reaches the tensor cores.
+
+Two kernels read stored weights on Hopper: weight_matmul/hopper_decode for few rows and
+weight_matmul/hopper_prefill for many. They divide their work differently and share this:
+
+    References    every array and buffer that a kernel was given, by name
+    Plan          what both kernels know about their weight
+    ring_buffers  the shared memory of a ring
+    fetch_*       the copy engine fills a buffer with codes, scales or rows
+    Piece         some rows of a buffer, which are decoded at a time
+
+A ring is a number of buffers. Each holds a block of the weight's codes, the part of x that
+meets it, and the scales of its groups. A buffer has two barriers: `full` says that all parts
+of it have arrived, and `empty` that every warpgroup has read it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.kernels.hopper import decoding, lanes
+from midtread.kernels.hopper.shared_memory import swizzled
+from midtread.kernels.pallas_compat import pl, plgpu
+from midtread.numerics.formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class References:
+    """What the body of a kernel reads and writes; None for what this kernel does not have.
+
+    A kernel names its operands and its buffers where it makes them (`named`), so that no
+    order of arguments has to be known anywhere else.
+    """
+
+    # in global memory
+    x: Any = None  # rows [M, K]
+    codes: Any = None  # bytes of the weight [K, B]
+    group_scales: Any = None  # [G, N]
+    column_scales: Any = None  # [1, N], or [G, N] where rows come in groups
+    row_scales: Any = None  # [M], where the rows are codes too
+    table: Any = None  # the values of a format that is looked up
+    out: Any = None
+    # in shared memory
+    x_ring: Any = None
+    codes_ring: Any = None
+    scale_ring: Any = None
+    full: Any = None
+    empty: Any = None
+    table_smem: Any = None
+    table_arrived: Any = None  # a barrier
+    out_smem: Any = None  # results on their way to global memory
+    received: Any = None  # sums that other programs of the cluster send
+    signal: Any = None  # the barrier that says they have arrived
+    exchange: Any = None  # where sums change hands while the rings are still in use
+    left_operands: Any = None  # the interpreter's wgmma takes no registers
+
+
+def named(names: tuple[str, ...], refs) -> References:
+    """The references that Pallas passes to a body, by the names they were made under."""
+    return References(**dict(zip(names, refs, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a kernel's body knows about the weight beside its references."""
+
+    fmt: Format
+    group: int | None  # rows of the weight that share a scale; None if all of them do
+    native: bool  # False where the kernel is interpreted
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether codes are decoded by a table in shared memory."""
+        return self.fmt.table is not None and self.native
+
+    def table_operand(self) -> dict:
+        """The table as a named operand, if there is one."""
+        if not self.looks_up:
+            return {}
+        return {"table": jnp.asarray(decoding.pairs(self.fmt.table))}
+
+    def table_buffers(self) -> dict:
+        """Shared memory for the table, if there is one."""
+        if not self.looks_up:
+            return {}
+        table = plgpu.SMEM(decoding.TABLE, jnp.int32)
+        return {"table_smem": table, "table_arrived": plgpu.Barrier()}
+
+
+def ring_buffers(
+    plan: Plan, count: int, k: int, rows: int, columns: int, width: int, *,
+    x_dtype=jnp.bfloat16, x_columns: int, scale_dtype=jnp.bfloat16,
+) -> dict:  # fmt: skip
+    """`count` buffers for blocks of `k` rows of the weight, and the barriers `full`.
+
+    Args:
+        rows: how many rows of x a block meets.
+        columns: how many columns of the weight a block has, in `width` bytes.
+        x_columns: how many columns of x are swizzled together.
+    """
+    found = {
+        "codes_ring": plgpu.SMEM(
+            (count, k, width), jnp.int8, transforms=swizzled(min(128, width), jnp.int8)
+        ),
+        "x_ring": plgpu.SMEM(
+            (count, rows, k), x_dtype, transforms=swizzled(x_columns, x_dtype)
+        ),
+    }
+    if plan.group:
+        num_scales = max(1, k // plan.group)
+        found["scale_ring"] = plgpu.SMEM((count, num_scales, columns), scale_dtype)
+    full = plgpu.Barrier(num_arrivals=len(found), num_barriers=count)
+    return found | {"full": full}
+
+
+# --- filling a buffer -------------------------------------------------------------------------
+
+
+def fetch_codes(refs: References, slot, row, tile) -> None:
+    """Copies the block of codes at this row and tile of columns into a buffer."""
+    _, k, width = refs.codes_ring.shape
+    source = refs.codes.at[pl.ds(row, k), pl.ds(tile * width, width)]
+    plgpu.copy_gmem_to_smem(source, refs.codes_ring.at[slot], refs.full.at[slot])
+
+
+def fetch_scales(plan: Plan, refs: References, slot, row, tile) -> None:
+    """Copies the scales of that block's groups, if it has any."""
+    if not plan.group:
+        return
+    _, count, columns = refs.scale_ring.shape
+    groups = pl.ds(lax.div(row, plan.group), count)
+    source = refs.group_scales.at[groups, pl.ds(tile * columns, columns)]
+    plgpu.copy_gmem_to_smem(source, refs.scale_ring.at[slot], refs.full.at[slot])
+
+
+def fetch_table(plan: Plan, refs: References, wg) -> None:
+    """Brings the table that codes are looked up in, and waits for it."""
+    if not plan.looks_up:
+        return
+    copy = (refs.table, refs.table_smem, refs.table_arrived)
+    pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(*copy))
+    plgpu.barrier_wait(refs.table_arrived)
+
+
+# --- reading a buffer -------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Rows of a buffer that are decoded at a time."""
+
+    codes: Any  # bytes [rows, width] in shared memory
+    scales: Any  # [groups, columns], or None
+
+    def decoded(self, plan: Plan, refs: References, holders: lanes.Holders, wg, *,
+                is_folded: bool) -> list:  # fmt: skip
+        """Left operands of the tensor cores: [64, rows] in bfloat16 for each accumulator of
+        this warpgroup, multiplied by the scales of groups and rounded once.
+
+        Args:
+            is_folded: whether scales are in the slopes of the decoding (decoding.py).
+        """
+        if plan.native:
+            code = decoding.code(plan.fmt, is_folded)
+            args = self.codes, code, holders, refs.table_smem, self.scales
+            return lanes.decoded(*args)
+        values = decoding.values(self.codes[...], plan.fmt)
+        if self.scales is not None:
+            per_group = values.shape[0] // self.scales.shape[0]
+            factor = jnp.repeat(self.scales[...].astype(jnp.float32), per_group, axis=0)
+            values = (values.astype(jnp.float32) * factor).astype(values.dtype)
+        return holders.interpreted(values, wg)
+
+
+def piece(plan: Plan, refs: References, slot, start: int, rows: int) -> Piece:
+    """`rows` rows of a buffer from `start` on, and the scales of their groups."""
+    codes, scales = refs.codes_ring.at[slot, pl.ds(start, rows)], None
+    if plan.group:
+        count = max(1, rows // plan.group)
+        scales = refs.scale_ring.at[slot, pl.ds(start // plan.group, count)]
+    return Piece(codes, scales)
+
+
+def as_left_operand(plan: Plan, refs: References, values, wg, a: int = 0, wide=1):
+    """What wgmma takes from registers, here accumulator `a` of a warpgroup's `wide`. The
+    interpreter's takes it from shared memory."""
+    if plan.native:
+        return values
+    number = wg * wide + a
+    refs.left_operands[number] = values
+    return refs.left_operands.at[number]
