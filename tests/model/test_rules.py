@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import midtread as mt
-from midtread.model.rules import as_rules
-from midtread.providers.qt import recipe_of
+from midtread.model.rules import as_rules, recipe_of
 
 FIRST = [
     mt.QtRule(

@@ -1,6 +1,8 @@
 """Whole models, the same rules under Qwix and here: parameters, statistics, outputs and
 gradients. Float32, so what differs is the order of sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,10 +104,20 @@ def close(ours, theirs, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * largest)
 
 
+# Without bwd_qtype Qwix takes float operands for the gradient of a dot, and quantized ones
+# for that of a convolution or a ragged_dot; ours are float, or Qwix's if they are asked for.
+QWIX_GRADIENTS = mt.QtRule(
+    op_names=("conv_general_dilated", "ragged_dot"),
+    additional_qt_config={"use_original_residuals": False},
+)
+
+
 def train(library, model, x, fields):
     with jax.numpy_dtype_promotion("standard"):
-        rule = library.QtRule(**fields)
-        quantized = library.quantize_model(model, library.QtProvider([rule]))
+        rules = [library.QtRule(**fields)]
+        if library is mt and isinstance(model, CNN | MoE):
+            rules.insert(0, dataclasses.replace(QWIX_GRADIENTS, **fields))
+        quantized = library.quantize_model(model, library.QtProvider(rules))
         variables = jax.jit(quantized.init)(jax.random.key(1), x)
         stats = variables.get("quant_stats", {})
 

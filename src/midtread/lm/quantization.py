@@ -30,7 +30,7 @@ from midtread.model.rules import QtRule, QuantizationRule, as_rules, did_you_mea
 from midtread.numerics import calibration
 from midtread.numerics.sparsity import Sparsity
 from midtread.ops import recipe as recipes
-from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_channel, per_tensor
+from midtread.ops.recipe import Fwd, Recipe, per_channel, per_tensor
 from midtread.providers.delayed import DelayedFp8Provider
 from midtread.providers.ptq import PtqProvider
 from midtread.providers.qt import QtProvider
@@ -380,7 +380,7 @@ def serving(config: Config) -> PtqProvider | None:
         return None
     value = value_of(config)
     if config.quantization == "intmp" or value is None:
-        return PtqProvider([_stored(rule) for rule in made])
+        return PtqProvider(made)
     require(
         value.serves,
         f"quantization={config.quantization} is for training. A checkpoint can be: "
@@ -396,7 +396,7 @@ def serving(config: Config) -> PtqProvider | None:
     }
     base = [
         QuantizationRule(module_path=r.module_path)
-        if _is_empty(r)
+        if r.leaves_alone
         else QuantizationRule(
             module_path=r.module_path,
             op_names=r.op_names,
@@ -411,20 +411,10 @@ def serving(config: Config) -> PtqProvider | None:
     return PtqProvider(base)
 
 
-def _is_empty(rule: QtRule) -> bool:
-    return rule.recipe is None and rule.weight_qtype is None and rule.act_qtype is None
-
-
-def _stored(rule: QtRule) -> QuantizationRule:
-    """What a rule of training means for a checkpoint."""
-    if rule.recipe is not None:
-        return rule  # its forward
-    fields = dataclasses.fields(QuantizationRule)
-    return QuantizationRule(**{f.name: getattr(rule, f.name) for f in fields})
-
-
 # --- intmp ------------------------------------------------------------------------------------
 
+# AQT's float gradients are those of the quantized operands, clipped or not.
+AQT_GRADIENTS = {"use_original_residuals": False, "disable_gradient_clipping": True}
 MIX = {"w_bits": None, "a_bits": None, "w_scale": 1.0, "a_scale": 1.0, "tile_size": -1}
 
 
@@ -446,21 +436,23 @@ def _mixed_rule(settings: dict, where: str, pattern: str, ops) -> QtRule:
     path = f"(?={where}$)(?:{pattern})"
     tile = settings["tile_size"] if settings["tile_size"] != -1 else None
 
-    def spec(letter: str):
+    formats, methods = {}, {}
+    for letter, operand in (("w", "weight"), ("a", "act")):
         bits, scale = settings[f"{letter}_bits"], settings[f"{letter}_scale"]
-        if bits is None:
-            return None
-        method = f"absmax,{scale}" if scale < 1 else "absmax"
-        return per_channel(f"int{bits}", tile, calibration=method)
-
-    act, weight = spec("a"), spec("w")
-    if act is None and weight is None:
+        if bits is not None:
+            formats[f"{operand}_qtype"] = f"int{bits}"
+            method = f"absmax,{scale}" if scale < 1 else "absmax"
+            methods[f"{operand}_calibration_method"] = method
+    if not formats:
         return QtRule(module_path=path)
-    again = None if tile else REUSE  # a tile of the forward's sum cannot be reused
-    made = Recipe(
-        Fwd(act, weight), Dlhs(None, again), Drhs(again, None), mask_clipped=False
+    return QtRule(
+        module_path=path,
+        op_names=ops,
+        tile_size=tile,
+        additional_qt_config=AQT_GRADIENTS,
+        **formats,
+        **methods,
     )
-    return QtRule(module_path=path, op_names=ops, recipe=made)
 
 
 def _read_mix(name: str) -> dict[str, dict]:

@@ -18,8 +18,9 @@ from midtread.model import flaxlib, intercept, jaxprs, operands
 from midtread.model.boxes import WithAux
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.provider import OPS
+from midtread.model.rules import recipe_of
 from midtread.model.weights import ADAPTERS, find_param
-from midtread.numerics.formats import as_format, dtype_bits
+from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray
 from midtread.ops.recipe import Recipe
 from midtread.ops.witness import PREFIX
@@ -247,8 +248,7 @@ class Ledger:
         """Whether the rule of an op tiles weights: of codes whose tile is the whole axis
         the scale does not say so."""
         rule = self._rule(op)
-        recipe = getattr(rule, "recipe", None)
-        weight = rule if recipe is None else recipe.fwd.rhs
+        weight = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         return weight is not None and bool(weight.tiles)
 
     def _why_not(self, op: _Op, entry: _Contraction) -> str:
@@ -259,7 +259,7 @@ class Ledger:
         if not all(operands.is_float(x) for x in entry.operands):
             what = " x ".join(kinds)
             return f"rule {op.rule} matches, but {what} is not float: left alone"
-        if rule.act_qtype is None and not any(entry.weights):
+        if recipe_of(rule, False, True).fwd.lhs is None and not any(entry.weights):
             return f"rule {op.rule} quantizes weights, and neither operand is one"
         return f"rule {op.rule} matches, but asks for neither operand"
 
@@ -325,9 +325,7 @@ class Ledger:
             return "not intercepted: disable_interceptions, or a library's own"
         if op.rule is None:
             return "no rule matches"
-        rule = self._rule(op)
-        recipe = getattr(rule, "recipe", None)
-        if rule.weight_qtype is None and rule.act_qtype is None and recipe is None:
+        if self._rule(op).leaves_alone:
             return f"rule {op.rule} leaves it alone"
         return f"rule {op.rule} matches, but {self.provider} ran it in its own way"
 
@@ -352,8 +350,9 @@ class Ledger:
             return None
         _, op = self._last(f, _Op)
         op = op if op and op.name == LOOKUP else _Op("gather", [])
-        qtype = None if op.rule is None else self.rules[op.rule].weight_qtype
-        low = None if qtype is None else as_format(qtype).name
+        rule = self._rule(op)
+        spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
+        low = None if spec is None else spec.format.name
         return Row(
             path=path,
             op=op.op_id or op.name,

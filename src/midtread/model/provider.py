@@ -30,7 +30,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
-from midtread.model.rules import QuantizationRule, as_rules
+from midtread.model.rules import QuantizationRule, as_rules, recipe_of
 from midtread.ops import witness
 
 OPS = (
@@ -58,6 +58,10 @@ class QuantizationProvider:
     """Rules, and handlers for the ops they match."""
 
     rule_type: type = QuantizationRule
+    # The fields of our rules that it acts on, others being refused by name; None asks a
+    # subclass with rules of its own to see to that. `refusal` says why, and what to write.
+    honours: frozenset[str] | None = None
+    refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
     ops: tuple[str, ...] = OPS
     named_only: tuple[str, ...] = (
         "take",
@@ -88,6 +92,7 @@ class QuantizationProvider:
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         """Fills in defaults and refuses what makes no sense."""
+        self._refuse_fields(rule)
         if rule.act_qtype is None and rule.act_static_scale is not None:
             raise ValueError(
                 f"Invalid rule: act_static_scale is set to {rule.act_static_scale} but act_qtype "
@@ -100,12 +105,28 @@ class QuantizationProvider:
             act_calibration_method=rule.act_calibration_method or "absmax",
         )
 
+    def _refuse_fields(self, rule: QuantizationRule) -> None:
+        """Refuses fields of our rules that this provider would not look at."""
+        if self.honours is None:
+            return
+        ours = {  # a subclass's own fields are its own business
+            name: kind.made_for
+            for kind in type(rule).__mro__
+            if "made_for" in vars(kind)
+            for name in kind.__annotations__
+        }
+        for field in dataclasses.fields(rule):
+            value = getattr(rule, field.name)
+            is_refused = field.name in ours and field.name not in self.honours
+            if is_refused and value and value != field.default:
+                why = self.refusal.format(field=field.name, made_for=ours[field.name])
+                raise ValueError(
+                    f"rule {rule.module_path!r}: {field.name}={value!r}, but {why}."
+                )
+
     def needs_rngs(self) -> bool:
         """Whether a model under this provider draws random numbers for it."""
-        recipes = [getattr(r, "recipe", None) for r in self._rules]
-        return any(
-            getattr(r, "bwd_stochastic_rounding", None) for r in self._rules
-        ) or (any(r is not None and r.is_random for r in recipes))
+        return any(recipe_of(rule, False, True).is_random for rule in self._rules)
 
     def handlers(self) -> dict[str, Callable]:
         """The methods that take the place of JAX's functions."""

@@ -1,4 +1,4 @@
-"""Rules: where to quantize, and how.
+"""Rules: where in a model to quantize, in which formats, and the one road to Specs.
 
 A rule has a key and a value. The key is a regular expression that must match a whole
 module path ("encoder/layers/3/mlp", "" for the root) and, optionally, names of ops. The
@@ -9,19 +9,30 @@ Rules are plain data. `as_rules` also takes dicts, as they come out of YAML or J
 
 >>> as_rules([{"module_path": "mlp/.*", "weight_qtype": "int8"}])[0].weight_qtype
 'int8'
+
+`recipe_of` says what a rule means for a matmul whose operands have known roles, weight or
+activation. Every provider goes this way: training takes the whole Recipe, serving its
+forward, a look-up the forward's weight. So a model is served as it was trained:
+
+    rule  ->  Step, the six operands as they are asked for  ->  Recipe, six Specs
+
+`additional_qt_config` changes a Step by Qwix's names for its parts, which `PARTS` lists.
 """
 
 import dataclasses
 import difflib
+import functools
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
 from midtread.numerics.rounding import ROUNDINGS
-from midtread.ops.recipe import Recipe
+from midtread.numerics.sparsity import Sparsity
+from midtread.numerics.spec import Spec
+from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, Slot
 from midtread.ops.recipe import recipe as named_recipe
 
 FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
@@ -29,19 +40,37 @@ FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
-    """One scale per channel unless tiled; absmax unless calibrated otherwise.
+    """Which ops of a model are quantized, and how their operands are.
+
+    There is one scale per channel unless the rule tiles, and it is found from the largest
+    magnitude unless the rule calibrates otherwise.
+
+    >>> rule = QuantizationRule(module_path="mlp/.*", weight_qtype="int4", tile_size=128)
+    >>> rule.matches("mlp/up", "dot_general"), rule.matches("attention/q", "dot_general")
+    (True, False)
 
     Args:
-        module_path: regular expression that a whole module path must match.
-        op_names: ops it applies to ("dot_general", "einsum", ...); empty for all.
-        weight_qtype: format of weights; None leaves them in float.
-        act_qtype: format of activations; None leaves them in float.
-        tile_size: neighbours along the summed axis that share a scale; a float is a
-            fraction of the axis, a mapping {axis: size} tiles those axes.
-        act_static_scale: one scale found beforehand instead of one per call.
-        weight_calibration_method, act_calibration_method: see numerics/calibration.py.
-        act_batch_axes: axes that static ranges are averaged over.
+        module_path: a regular expression that a whole module path must match.
+        op_names: the ops it applies to ("dot_general", "einsum", "conv_general_dilated",
+            "ragged_dot", "ragged_dot_general", "take"); empty means all but "take".
+        weight_qtype: the format of weights; None leaves them in float.
+        act_qtype: the format of activations; None leaves them in float.
+        tile_size: how many neighbours along the summed axis share a scale. A float is a
+            fraction of the axis, and a mapping {axis: size} tiles those axes. None means
+            that the whole axis shares one.
+        act_static_scale: whether activations have one scale that was found beforehand,
+            instead of one that each call finds.
+        weight_calibration_method: how the range of a weight is found: "absmax",
+            "minmax", "rms,f", "percentile,p", "mse", "fixed,a" (numerics/calibration.py).
+        act_calibration_method: the same for activations; None means "absmax".
+        act_batch_axes: the axes that static ranges are averaged over.
+
+    Raises:
+        ValueError: a value means nothing; the message says what to write instead.
+        TypeError: a value is of another type than the field.
     """
+
+    made_for: ClassVar[str] = "every provider"
 
     module_path: str = ".*"
     op_names: Collection[str] = ()
@@ -73,21 +102,26 @@ class QuantizationRule:
             if field.name.endswith("tile_size"):
                 _check_tile(field.name, value)
 
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether the ops it matches stay in float."""
+        return self.weight_qtype is None and self.act_qtype is None
+
     def matches(self, path: str, op_name: str) -> bool:
+        """Whether it applies to an op in the module at a path."""
         if self.op_names and op_name not in self.op_names:
             return False
         return re.fullmatch(self.module_path, path) is not None
 
-    @property
-    def tiles(self) -> dict:
-        """`tile_size` as a Spec's tiled_axes."""
-        if isinstance(self.tile_size, Mapping):
-            return dict(self.tile_size)
-        return {"summed": self.tile_size} if self.tile_size else {}
+    @functools.cached_property
+    def _recipes(self) -> dict[tuple[bool, bool], Recipe]:
+        """What `recipe_of` answered: (is lhs a weight, is rhs one) -> Recipe."""
+        return {}
 
 
 def _check_tile(name: str, value: Any) -> None:
-    """A number of elements, a fraction of the axis, or a mapping to these; None or 0: none."""
+    """Refuses all but a number of elements, a fraction of the axis, a mapping to these, and
+    None for no tiles."""
     for size in value.values() if isinstance(value, Mapping) else (value,):
         if size is None:
             continue
@@ -95,6 +129,11 @@ def _check_tile(name: str, value: Any) -> None:
             raise TypeError(f"{name}={value!r} is not a number: write {name}=128, say.")
         if float(size) < 0:
             raise ValueError(f"{name}={value!r} is below 0.")
+        if float(size) == 0:
+            raise ValueError(
+                f"{name}={value!r} is a tile of no elements: leave {name} out for one scale "
+                f"per channel, or write {name}=128, say."
+            )
         if float(size) > 1 and not isinstance(size, numbers.Integral):
             raise ValueError(
                 f"{name}={value!r} is not a whole number, and only up to 1.0 is it a part of "
@@ -104,18 +143,45 @@ def _check_tile(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
-    """A rule for training. Without `bwd_qtype` the backward stays in float (QAT).
+    """A rule for training. Without `bwd_qtype` it means quantization-aware training.
+
+    Quantization-aware training (QAT) quantizes the forward alone: the gradient of every
+    op is the float one, of the float operands (the straight-through estimator), except
+    that no gradient reaches a value that its calibration clipped. With `bwd_qtype` both
+    backward matmuls are quantized too (quantized training, QT).
+
+    >>> QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="float8_e5m2").bwd_qtype
+    'float8_e5m2'
 
     Args:
-        bwd_qtype: format of gradients in both backward matmuls.
-        bwd_weight_grad_tile_size: tiles of the sum that gives a weight's gradient.
-        disable_channelwise_axes: one scale per tensor, in all three matmuls.
-        bwd_stochastic_rounding: a rounding for gradients; needs the random stream
-            'stochastic_rounding'.
-        channelwise_noise_axes: axes with a noise of their own, for Qwix's two methods.
-        additional_qt_config: overrides by the names of Qwix's DotGeneralQtConfig.
-        recipe: the whole recipe instead, or the name of one (mt.recipe).
+        module_path, op_names: where it applies, as in QuantizationRule.
+        weight_qtype, act_qtype: the formats of the forward, as in QuantizationRule.
+        tile_size: the tiles of the forward, as in QuantizationRule.
+        act_static_scale, act_batch_axes: static ranges, as in QuantizationRule.
+        weight_calibration_method, act_calibration_method: as in QuantizationRule.
+        bwd_qtype: the format of gradients in both backward matmuls; None leaves the
+            whole backward in float.
+        bwd_calibration_method: how the range of a gradient is found.
+        bwd_weight_grad_tile_size: the tiles of the sum that gives a weight's gradient; a
+            float is a fraction of that axis.
+        disable_channelwise_axes: whether a tensor has one scale, in all three matmuls.
+        bwd_stochastic_rounding: the rounding of gradients, "uniform" or
+            "low_bit_uniform" as in Qwix, or "stochastic"; it needs the random stream
+            'stochastic_rounding'. None rounds to nearest.
+        channelwise_noise_axes: the axes that have a noise of their own, for Qwix's two
+            roundings.
+        additional_qt_config: changes to the step, by the names in `PARTS`, which are those
+            of Qwix's DotGeneralQtConfig.
+        recipe: the whole Recipe in place of the formats, or the name of one (`mt.recipe`).
+            It is written for a weight on the right, and turned round where the weight is
+            on the left.
+
+    Raises:
+        ValueError: a value means nothing; the message says what to write instead.
+        TypeError: a value is of another type than the field.
     """
+
+    made_for: ClassVar[str] = "QtProvider"
 
     bwd_qtype: Any = None
     bwd_calibration_method: str = "absmax"
@@ -141,6 +207,232 @@ class QtRule(QuantizationRule):
                 f"unknown bwd_stochastic_rounding {self.bwd_stochastic_rounding!r}. "
                 f"There are: {', '.join(ROUNDINGS[1:])}."
             )
+        for name in self.additional_qt_config or ():
+            if name not in PARTS:
+                raise ValueError(
+                    f"additional_qt_config has no field {name!r}. {did_you_mean(name, PARTS)}"
+                )
+
+    @property
+    def leaves_alone(self) -> bool:
+        return self.recipe is None and super().leaves_alone
+
+
+def field_names(kind: type) -> frozenset[str]:
+    """The fields of a class of rules."""
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+# --- from a rule to Specs ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is asked of one operand, before its op says which axes are which."""
+
+    qtype: Any = None
+    calibration_method: str = "absmax"
+    disable_channelwise_axes: bool = False
+
+    def spec(self, tile: Any, **fields: Any) -> Spec | None:
+        """The Spec it asks for, with tiles along the sum; None for float."""
+        if self.qtype is None:
+            return None
+        fmt = as_format(self.qtype)
+        kept = () if self.disable_channelwise_axes else ("kept",)
+        return Spec(fmt, kept, _tiles(fmt, tile), self.calibration_method, **fields)
+
+
+def _tiles(fmt: Any, tile: Any) -> dict:
+    """A tile size as a Spec's tiled_axes; a format that comes in tiles takes no other."""
+    own = {"summed": fmt.tile} if fmt.tile else {}
+    is_whole = isinstance(tile, float) and tile == 1.0  # the axis is one tile
+    asked = dict(tile) if isinstance(tile, Mapping) else {"summed": tile}
+    asked = {} if tile is None or is_whole else asked
+    if own and asked not in ({}, own):
+        raise ValueError(
+            f"Format {fmt.name} requires a tile size of {fmt.tile}, but tile_size={tile}: "
+            "leave it out."
+        )
+    return asked or own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step as it is asked for: six operands, tiles, and what the backward keeps.
+
+    "dlhs" is the gradient of lhs: its matmul takes the gradient of the output ("grad") and
+    the other operand of the forward ("residual"). A residual is the forward's own codes,
+    unless `use_original_residuals` asks for the float operand. Codes that are tiled along
+    the forward's sum cannot be used along the backward's: then the operand is quantized
+    again, along the backward's own sum. (Qwix multiplies floats there.)
+    """
+
+    lhs: Choice = Choice()
+    rhs: Choice = Choice()
+    dlhs_grad: Choice = Choice()
+    drhs_grad: Choice = Choice()
+    dlhs_residual: Choice = Choice()
+    drhs_residual: Choice = Choice()
+    tile_size: Any = None
+    dlhs_tile_size: int | float | None = None
+    drhs_tile_size: int | float | None = None
+    disable_gradient_clipping: bool = False
+    use_original_residuals: bool = False
+    sparsity_rule: Any = None
+    rounding: str = "nearest"  # of gradients
+    noise_axes: tuple[int, ...] = (0,)
+
+    def changed(self, changes: Mapping[str, Any]) -> "Step":
+        """The step with other values of some of its PARTS."""
+        fields: dict[str, Any] = {}
+        for name, value in changes.items():
+            field, part = PARTS[name]
+            if part is not None:
+                choice = fields.get(field, getattr(self, field))
+                value = dataclasses.replace(choice, **{part: value})
+            fields[field] = value
+        return dataclasses.replace(self, **fields)
+
+    def recipe(self) -> Recipe:
+        """The six Specs of the step."""
+        lhs, rhs = self.lhs.spec(self.tile_size), self.rhs.spec(self.tile_size)
+        return Recipe(
+            fwd=Fwd(lhs, rhs),
+            dlhs=Dlhs(self._gradient("dlhs", rhs), self._residual("dlhs", rhs)),
+            drhs=Drhs(self._residual("drhs", lhs), self._gradient("drhs", lhs)),
+            mask_clipped=not self.disable_gradient_clipping,
+            sparsity=as_sparsity(self.sparsity_rule),
+        )
+
+    def _gradient(self, matmul: str, forward: Spec | None) -> Spec | None:
+        choice: Choice = getattr(self, f"{matmul}_grad")
+        tile = self._backward_tile(matmul, forward)
+        return choice.spec(tile, rounding=self.rounding, noise_axes=self.noise_axes)
+
+    def _residual(self, matmul: str, forward: Spec | None) -> Slot:
+        choice: Choice = getattr(self, f"{matmul}_residual")
+        is_tiled = forward is not None and bool(forward.tiles)
+        is_fresh = choice.qtype is not None and forward is None
+        if not (self.use_original_residuals or is_tiled or is_fresh):
+            return REUSE
+        is_low = getattr(self, f"{matmul}_grad").qtype is not None
+        if choice.qtype is None and is_tiled and is_low:
+            choice = dataclasses.replace(choice, qtype=forward.format)
+        return choice.spec(self._backward_tile(matmul, forward))
+
+    def _backward_tile(self, matmul: str, forward: Spec | None) -> Any:
+        """The tile of a backward sum: its own, or else as large as the forward's."""
+        own = getattr(self, f"{matmul}_tile_size")
+        if own or forward is None or self.use_original_residuals:
+            return own
+        return next((t for axis, t in forward.tiled_axes if axis == "summed"), None)
+
+
+def _parts() -> dict[str, tuple[str, str | None]]:
+    parts: dict[str, tuple[str, str | None]] = {}
+    for field in dataclasses.fields(Step):
+        if not isinstance(field.default, Choice):
+            parts[field.name] = (field.name, None)
+            continue
+        for part in dataclasses.fields(Choice):
+            parts[f"{field.name}_{part.name}"] = (field.name, part.name)
+    return parts
+
+
+# Qwix's name of a part of a step -> (the field of Step, the field of its Choice or None)
+PARTS = _parts()
+
+
+def as_sparsity(rule: Any) -> Sparsity | None:
+    """A Sparsity, or anything with Qwix's `weight_sparsity_*` fields."""
+    if rule is None or isinstance(rule, Sparsity):
+        return rule
+    get = lambda name: getattr(rule, f"weight_sparsity_{name}")
+    if not get("m"):
+        return None
+    names = ("n", "m", "order", "block_size", "offset", "start_step", "update_step")
+    return Sparsity(**{name: get(name) for name in names})
+
+
+def recipe_of(
+    rule: QuantizationRule, lhs_is_weight: bool, rhs_is_weight: bool
+) -> Recipe:
+    """What a rule means for a matmul whose operands have these roles.
+
+    >>> rule = QuantizationRule(weight_qtype="int4", act_qtype="int8")
+    >>> recipe_of(rule, lhs_is_weight=False, rhs_is_weight=True).fwd.rhs.format.name
+    'int4'
+
+    Args:
+        rule: a rule; one that is not for training has the gradients of QAT.
+        lhs_is_weight, rhs_is_weight: whether the operand is a parameter of the model; an
+            operand that is not is an activation.
+
+    Returns:
+        The Recipe, which `Contraction.place` gives axes. It is the rule's own if it has one.
+
+    Raises:
+        ValueError: a format and a tile size do not go together, or a recipe with a
+            rotation or with sparsity meets a weight on the left.
+    """
+    roles = bool(lhs_is_weight), bool(rhs_is_weight)
+    if roles not in rule._recipes:
+        rule._recipes[roles] = _recipe_of(rule, *roles)
+    return rule._recipes[roles]
+
+
+def _recipe_of(rule: Any, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
+    training = isinstance(rule, QtRule)
+    if training and rule.recipe is not None:
+        is_turned = lhs_is_weight and not rhs_is_weight
+        return _turned_round(rule.recipe) if is_turned else rule.recipe
+    methods = rule.act_calibration_method or "absmax", rule.weight_calibration_method
+    per_tensor = training and rule.disable_channelwise_axes
+    operand = lambda is_weight: Choice(
+        rule.weight_qtype if is_weight else rule.act_qtype,
+        methods[is_weight],
+        per_tensor,
+    )
+    step = Step(
+        lhs=operand(lhs_is_weight),
+        rhs=operand(rhs_is_weight),
+        tile_size=rule.tile_size,
+        use_original_residuals=not training or rule.bwd_qtype is None,
+    )
+    if not training:
+        return step.recipe()
+    grad = Choice(rule.bwd_qtype, rule.bwd_calibration_method, per_tensor)
+    tile = None if rule.bwd_qtype is None else rule.bwd_weight_grad_tile_size
+    step = dataclasses.replace(
+        step,
+        dlhs_grad=grad,
+        drhs_grad=grad,
+        dlhs_tile_size=tile if lhs_is_weight else None,
+        drhs_tile_size=tile if rhs_is_weight else None,
+        rounding=rule.bwd_stochastic_rounding or "nearest",
+        noise_axes=tuple(rule.channelwise_noise_axes),
+    )
+    return step.changed(rule.additional_qt_config or {}).recipe()
+
+
+def _turned_round(recipe: Recipe) -> Recipe:
+    """A recipe for act . weight as one for weight . act."""
+    if recipe.sparsity is not None or recipe.drhs.hadamard:
+        raise ValueError(
+            "the rule's recipe prunes or rotates the right operand, but here the weight is on "
+            "the left: write the matmul with the weight on the right, or put a rule without "
+            "sparsity and hadamard first."
+        )
+    return dataclasses.replace(
+        recipe,
+        fwd=Fwd(recipe.fwd.rhs, recipe.fwd.lhs, recipe.fwd.accumulate),
+        dlhs=Dlhs(recipe.drhs.g, recipe.drhs.lhs, recipe.drhs.accumulate),
+        drhs=Drhs(recipe.dlhs.rhs, recipe.dlhs.g, recipe.dlhs.accumulate),
+    )
+
+
+# --- rules from data --------------------------------------------------------------------------
 
 
 def did_you_mean(
@@ -175,7 +467,7 @@ def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
 
 
 def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
-    known = [f.name for f in dataclasses.fields(kind)]
+    known = sorted(field_names(kind))
     for name in fields:
         if name not in known:
             raise ValueError(
@@ -202,7 +494,6 @@ def load_rules(path: str, kind: type | None = None) -> list[Any]:
         fields = {
             name for rule in content if isinstance(rule, Mapping) for name in rule
         }
-        training = {f.name for f in dataclasses.fields(QtRule)}
-        training -= {f.name for f in dataclasses.fields(QuantizationRule)}
+        training = field_names(QtRule) - field_names(QuantizationRule)
         kind = QtRule if fields & training else QuantizationRule
     return as_rules(content, kind)

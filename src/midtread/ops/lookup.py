@@ -9,13 +9,11 @@ table, at the cost of those rows. The gradient passes straight through, but not 
 calibration clips; a look-up's backward adds rows up, there is no matmul in it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import (
     QArray,
     calibrate,
@@ -26,16 +24,22 @@ from midtread.numerics.spec import Spec
 from midtread.ops.training import is_inside
 
 
-def table_spec(rule: Any, ndim: int, axis: int) -> Spec:
-    """How a rule quantizes a table of `ndim` axes that is looked up along `axis`."""
-    fmt = as_format(rule.weight_qtype)
-    tile = rule.tile_size or fmt.tile
-    last = max((a for a in range(ndim) if a != axis), default=None)
-    if isinstance(tile, Mapping):
-        tiles = dict(tile)
-    else:
-        tiles = {last: tile} if tile and last is not None else {}
-    return Spec(fmt, (axis,), tiles, rule.weight_calibration_method)
+def place_table(spec: Spec, ndim: int, axis: int) -> Spec:
+    """`spec` with axis numbers, for a table of `ndim` axes that is looked up along `axis`.
+
+    The axis looked up is the one that is kept; what a matmul would sum is the row.
+
+    >>> place_table(Spec("int4", ("kept",), {"summed": 32}), ndim=2, axis=0).tiles
+    {1: 32}
+    """
+    row = [a for a in range(ndim) if a != axis]
+    numbers = {"kept": [axis], "summed": row[-1:], "summed_first": row[:1]}
+    of = lambda a: numbers[a] if isinstance(a, str) else [a]
+    tiles = {n: tile for a, tile in spec.tiled_axes for n in of(a)}
+    channelwise = [n for a in spec.channelwise_axes for n in of(a) if n not in tiles]
+    return dataclasses.replace(
+        spec, channelwise_axes=tuple(channelwise), tiled_axes=tiles
+    )
 
 
 def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:

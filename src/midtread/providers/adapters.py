@@ -8,7 +8,6 @@ A "tree" is a nested dict of Linen parameters, or of variables with 'params' on 
 NNX model.
 """
 
-import dataclasses
 import json
 import math
 import zipfile
@@ -24,6 +23,7 @@ from flax import nnx
 
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
+from midtread.model.rules import QuantizationRule, field_names
 from midtread.model.weights import ADAPTERS
 from midtread.numerics.qarray import dequantize
 from midtread.providers.lora import Factors, LoraProvider, as_lora_variable, join
@@ -342,9 +342,12 @@ def _release(model: nnx.Module, provider: LoraProvider) -> None:
         for name in [k for k in vars(module) if k.endswith("_lora_einsum_str")]:
             delattr(module, name)
     if boxed:
-        kept = lambda r: {
-            "weight_qtype": None,
-            "act_static_scale": r.act_static_scale or None,
-        }
-        rules = [dataclasses.replace(r, **kept(r)) for r in provider._rules]
+        names = field_names(QuantizationRule) - {"weight_qtype", "act_static_scale"}
+        rules = [
+            QuantizationRule(
+                act_static_scale=rule.act_static_scale or None,
+                **{name: getattr(rule, name) for name in names},
+            )
+            for rule in provider._rules
+        ]
         flaxlib.adopt_nnx(model, PtqProvider(rules), provider._method)

@@ -108,6 +108,17 @@ class DelayedFp8Provider(QtProvider):
             that delayed scaling does not have.
     """
 
+    honours = frozenset({
+        "module_path", "op_names", "weight_qtype", "act_qtype", "bwd_qtype",
+        "weight_calibration_method", "act_calibration_method", "bwd_calibration_method",
+        "additional_qt_config",
+        "disable_channelwise_axes",  # a delayed scale is one per tensor in any case
+    })  # fmt: skip
+    refusal = (
+        "delayed scaling has one scale per tensor, from its history, rounded to nearest. "
+        "Drop {field}, or use mt.QtProvider"
+    )
+
     def __init__(
         self,
         rules,
@@ -146,7 +157,7 @@ class DelayedFp8Provider(QtProvider):
                     f"rule {rule.module_path!r}: {field}={asked}, but delayed scaling "
                     f"with fnuz={self._fnuz} has {wanted} there."
                 )
-        _refuse_the_rest(rule)
+        _check_calibrations(rule)
         return rule
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
@@ -252,23 +263,6 @@ def _check_calibrations(rule: QtRule) -> None:
             f"rule {rule.module_path!r}: additional_qt_config has {', '.join(more)}; with "
             f"delayed scaling it may have {DRHS}."
         )
-
-
-def _refuse_the_rest(rule: QtRule) -> None:
-    _check_calibrations(rule)
-    allowed = {"module_path", "op_names", "weight_qtype", "act_qtype", "bwd_qtype"}
-    allowed |= {f"{x}_calibration_method" for x in ("weight", "act", "bwd")}
-    allowed |= {"additional_qt_config"}
-    allowed |= {"disable_channelwise_axes"}  # per tensor it is
-    defaults = QtRule(act_static_scale=False, act_calibration_method="absmax")
-    for field in dataclasses.fields(rule):
-        value = getattr(rule, field.name)
-        if field.name not in allowed and value != getattr(defaults, field.name):
-            raise ValueError(
-                f"rule {rule.module_path!r}: {field.name}={value!r}, but delayed "
-                "scaling has one scale per tensor, from its history, rounded to "
-                "nearest. Drop the field, or use QtProvider."
-            )
 
 
 # --- state ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from flax import nnx
 from midtread.model import everyop, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
-from midtread.model.rules import QuantizationRule
+from midtread.model.rules import QuantizationRule, field_names, recipe_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import calibrate
@@ -58,6 +58,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         ValueError: A rule that a LiteRT file cannot express.
     """
 
+    honours = field_names(QuantizationRule)
     ops = ("dot_general", "einsum", "conv_general_dilated")
     named_only = ()
 
@@ -294,26 +295,30 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return out
 
     def _spec(self, x: jax.Array, rule, fixed) -> Spec:
-        fmt, method = as_format(rule.act_qtype), rule.act_calibration_method
-        if isinstance(fixed, str):
-            fixed = table.FIXED[fixed, fmt.name]
-        if fixed is not None:
-            method = f"fixed,{fixed[0]},{fixed[1]}"
+        spec = recipe_of(rule, False, True).fwd.lhs
         axes = tuple(a for a in rule.act_batch_axes if -x.ndim <= a < x.ndim)
-        return Spec(fmt, channelwise_axes=axes, calibration=method)
+        spec = dataclasses.replace(spec, channelwise_axes=axes)
+        if isinstance(fixed, str):
+            fixed = table.FIXED[fixed, spec.format.name]
+        if fixed is None:
+            return spec
+        return dataclasses.replace(spec, calibration=f"fixed,{fixed[0]},{fixed[1]}")
 
     def _weight_spec(self, axes: Sequence[int], rule) -> Spec:
-        return Spec(
-            rule.weight_qtype,
-            channelwise_axes=tuple(axes) if self.per_channel else (),
-            calibration=rule.weight_calibration_method,
-        )
+        spec = recipe_of(rule, False, True).fwd.rhs
+        axes = tuple(axes) if self.per_channel else ()
+        return dataclasses.replace(spec, channelwise_axes=axes)
 
     def _constant_spec(self, rule) -> Spec | None:
-        fmt = rule.act_qtype if self._is_static(rule) else rule and rule.weight_qtype
-        if fmt is None or (rule.weight_qtype is None and not self._is_static(rule)):
+        """A constant beside activations has their range's method, and one scale."""
+        if rule is None:
             return None
-        return Spec(fmt, calibration=rule.act_calibration_method)
+        fwd = recipe_of(rule, False, True).fwd
+        spec = fwd.lhs if self._is_static(rule) else fwd.rhs
+        if spec is None:
+            return None
+        method = rule.act_calibration_method
+        return dataclasses.replace(spec, channelwise_axes=(), calibration=method)
 
     def _check_table(self, rule) -> None:
         if rule.weight_qtype is not None and as_format(rule.weight_qtype).bits < 8:

@@ -1,7 +1,5 @@
 """Rules for LiteRT: what it does not run is refused when a provider is built."""
 
-import dataclasses
-
 from midtread.model.rules import QuantizationRule
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
@@ -38,14 +36,6 @@ def check_rule(rule: QuantizationRule) -> None:
             f"{where}: weight_calibration_method={rule.weight_calibration_method!r}, but "
             "weights have no zero point in LiteRT. Use 'absmax'."
         )
-    defaults = type(rule)()
-    for field in dataclasses.fields(rule):
-        extra = field.name not in QuantizationRule.__dataclass_fields__
-        if extra and getattr(rule, field.name) != getattr(defaults, field.name):
-            raise ValueError(
-                f"{where}: {field.name} is for QtProvider. A LiteRT model trains with "
-                "float gradients: drop it."
-            )
 
 
 def check_activations(rule: QuantizationRule) -> None:

@@ -20,7 +20,7 @@ import numbers
 import string
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax
 import jax
@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
-from midtread.model.rules import QuantizationRule
+from midtread.model.rules import QuantizationRule, field_names
 from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
@@ -61,6 +61,8 @@ class LoraRule(QuantizationRule):
     Raises:
         ValueError: A rank below 1, a dropout outside its range, or an op that gets none.
     """
+
+    made_for: ClassVar[str] = "LoraProvider"
 
     rank: int
     alpha: float
@@ -142,6 +144,7 @@ class LoraProvider(PtqProvider):
     """
 
     rule_type = LoraRule
+    honours = field_names(LoraRule)
 
     def __init__(
         self,

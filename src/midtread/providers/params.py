@@ -47,18 +47,21 @@ def quantize_params(
     'int8'
 
     Args:
-        params: nested dict of arrays; any subtree of the model's.
+        params: a nested dict of arrays; any subtree of the model's will do.
         abstract_quantized_params: what the quantized model's `init` gives under
             jax.eval_shape (Linen), or the quantized model itself (NNX).
-        quant_stats: statistics of a QAT model, for static activation scales.
-        allow_extra_params: drop parameters that the quantized model does not have.
+        quant_stats: the statistics of a QAT model, for static scales of activations.
+        allow_extra_params: whether parameters that the quantized model does not have are
+            dropped, instead of refused.
 
     Returns:
-        A tree like `params`, with a WithAux where a weight is quantized.
+        The parameters as the quantized model has them: a nested dict, for `apply` in Linen
+        and for `nnx.update` in NNX.
 
     Raises:
         TypeError: `params` is not a nested dict of arrays.
-        ValueError: A parameter that the model does not have, or of another shape.
+        ValueError: a parameter is not in the quantized model or does not fit it, or a
+            static scale of a module in `params` has no statistics.
     """
     if not isinstance(params, Mapping) or isinstance(params, nnx.State):
         raise TypeError(
@@ -80,6 +83,8 @@ def quantize_params(
             raise ValueError(f"{path} is not found in the abstract_quantized_params.")
         out[path] = _like(target, jnp.asarray(param), name)
     out |= _static_scales(abstract_quantized_params, quant_stats or {})
+    if isinstance(abstract_quantized_params, Mapping):
+        _check_static_scales(abstract_quantized_params, out)
     if isinstance(abstract_quantized_params, nnx.Module):
         out = nnx.to_pure_dict(nnx.state(out))
     return flax.traverse_util.unflatten_dict(out)
@@ -128,6 +133,25 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
         if scales.zero_point is not None:
             out[(*path[:-1], f"{path[-1]}_zero_point")] = scales.zero_point
     return out
+
+
+def _check_static_scales(abstract: Mapping, out: Mapping) -> None:
+    """Refuses parameters of a module whose static scales nobody gave."""
+    is_leaf = lambda _, value: isinstance(value, WithAux)
+    flat = flax.traverse_util.flatten_dict(
+        flax.core.unfreeze(abstract), is_leaf=is_leaf
+    )
+    modules = {path[:-1] for path in out}
+    for path, box in flat.items():
+        is_scale = isinstance(box, WithAux) and not isinstance(
+            flaxlib.unbox(box.array), QArray
+        )
+        if is_scale and path[:-1] in modules and path not in out:
+            raise ValueError(
+                f"{'/'.join(map(str, path))} is a static scale, and found from statistics: "
+                "pass quant_stats=variables['quant_stats'] of the model after QtProvider ran "
+                "it on data with the same rules."
+            )
 
 
 def value_at(obj: Any, path: tuple) -> Any:

@@ -22,16 +22,16 @@ from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
+from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import find_param, turn_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
-from midtread.ops.lookup import look_up, table_spec
+from midtread.ops.lookup import look_up, place_table
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
 from midtread.providers.params import check_data, quantize_like, value_at
@@ -40,6 +40,7 @@ from midtread.providers.params import check_data, quantize_like, value_at
 class PtqProvider(QuantizationProvider):
     """Serves quantized weights, with activations in float or quantized on the way."""
 
+    honours = field_names(QtRule)  # those of the backward say nothing about serving
     ops = (
         *OPS,
         "take",
@@ -50,12 +51,31 @@ class PtqProvider(QuantizationProvider):
         "promote_dtype_nnx",
     )
 
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        rule = super()._init_rule(rule)
+        recipe = recipe_of(rule, False, True)
+        if recipe.sparsity is not None:
+            raise ValueError(
+                f"rule {rule.module_path!r} prunes weights, which serving does not: prune the "
+                "parameters first (mt.Sparsity(...).apply) and leave sparsity out of the rule."
+            )
+        for spec in (recipe.fwd.lhs, recipe.fwd.rhs):
+            if spec is not None and spec.rounding != "nearest":
+                raise ValueError(
+                    f"rule {rule.module_path!r} rounds the forward by {spec.rounding!r}, and "
+                    "serving has no random numbers: give its recipe rounding='nearest'."
+                )
+        return rule
+
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         boxed = any(_is_box(a) for a in args)
-        if not boxed and (rule is None or _specs(rule) == (None, None)):
+        if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
+        for a in args:
+            if rule is not None and isinstance(a, WithAux):
+                self._check_format(a, recipe_of(rule, False, True).fwd.rhs)
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
@@ -66,41 +86,54 @@ class PtqProvider(QuantizationProvider):
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
         """A look-up: from a box, or one that makes the box if a rule names it."""
         rule, _ = self._get_current_rule_and_op_id("take")
+        spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
+        if isinstance(a, WithAux):
+            self._check_format(a, spec)
         a = _open(a)
         if axis is None or out is not None:
             return jnp.take(
                 dequantize(a) if _is_box(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
-        if rule is not None and rule.weight_qtype is not None and _is_float(a):
+        if spec is not None and _is_float(a):
             place = self._place(a)
             if place is not None:
-                a = self._quantize_param(place, a, table_spec(rule, a.ndim, axis))
+                a = self._quantize_param(place, a, place_table(spec, a.ndim, axis))
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
 
     def _serve(self, rule, op_id: str, names: dict, c, lhs, rhs) -> jax.Array:
-        operands, specs, ranges = [], [], []
-        weight, act = (None, None) if rule is None else _specs(rule)
-        for side, x in (("lhs", lhs), ("rhs", rhs)):
-            spec, range_ = None, None
-            if _is_float(x):
-                place = names.get(id(x))
-                if place is not None and weight is not None:
-                    x = self._quantize_param(place, x, c.place(weight, side))
-                elif place is None and act is not None:
-                    spec = act
-                    if rule.act_static_scale:
-                        range_ = static_range(
-                            rule, f"{op_id}_{side}", c.place(spec, side), x
-                        )
-            operands.append(x)
-            specs.append(spec)
-            ranges.append(range_)
-        recipe = Recipe(Fwd(*specs), mask_clipped=False)
-        lhs, rhs = operands
-        return train(c, recipe, lhs, rhs, Ranges(*ranges))
+        sides = {"lhs": lhs, "rhs": rhs}
+        params = {side: names.get(id(x)) for side, x in sides.items()}
+        are_weights = [
+            _is_box(x) or params[side] is not None for side, x in sides.items()
+        ]
+        asked = Fwd() if rule is None else recipe_of(rule, *are_weights).fwd
+        specs, ranges = {}, {}
+        for side, x in sides.items():
+            spec = getattr(asked, side)
+            if spec is None:
+                continue
+            if params[side] is not None:
+                sides[side] = self._quantize_param(params[side], x, c.place(spec, side))
+            elif _is_float(x):
+                specs[side] = spec
+                if rule.act_static_scale:
+                    placed = c.place(spec, side)
+                    ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
+        recipe = Recipe(Fwd(**specs, accumulate=asked.accumulate), mask_clipped=False)
+        return train(c, recipe, sides["lhs"], sides["rhs"], Ranges(**ranges))
+
+    def _check_format(self, box: WithAux, spec: Spec | None) -> None:
+        """Refuses a weight that is stored in another format than its rule asks for."""
+        if spec is not None and box.how.format != spec.format:
+            path = flaxlib.path_of(intercept.current_module())
+            raise ValueError(
+                f"{path!r} holds a weight in {box.how.format.name}, but the rule asks for "
+                f"{spec.format.name}: quantize the float model with this rule, or give the "
+                "rule the format that the weight has."
+            )
 
     def _place(self, x: jax.Array) -> tuple[str, tuple[int, ...]] | None:
         """(name, axes) of the parameter that x is, None for an activation: axis i of x is
@@ -295,22 +328,3 @@ def _is_float(x: Any) -> bool:
 def _open(x: Any) -> Any:
     x = flaxlib.unbox(x) if isinstance(x, WithAux | nnx.Variable) else x
     return x.array if isinstance(x, WithAux) else x
-
-
-def _specs(rule) -> tuple[Spec | None, Spec | None]:
-    """Of weights and of activations: a rule's own, or its recipe's forward."""
-    recipe = getattr(rule, "recipe", None)
-    if recipe is not None:
-        return recipe.fwd.rhs, recipe.fwd.lhs
-
-    def spec(qtype: Any, method: str) -> Spec | None:
-        if qtype is None:
-            return None
-        fmt = as_format(qtype)
-        tiles = rule.tiles or ({"summed": fmt.tile} if fmt.tile else {})
-        return Spec(fmt, ("kept",), tiles, method)
-
-    return (
-        spec(rule.weight_qtype, rule.weight_calibration_method),
-        spec(rule.act_qtype, rule.act_calibration_method),
-    )

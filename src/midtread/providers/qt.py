@@ -5,7 +5,6 @@ Recipe, and the engine trains under it. With `act_static_scale` the ranges of ac
 are averaged over the batches seen, in `quant_stats`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,25 +16,23 @@ from flax import nnx
 from midtread.model import flaxlib, intercept
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
-from midtread.model.rules import QtRule, QuantizationRule
+from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import find_param
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
-from midtread.ops.lookup import learn_look_up, table_spec
-from midtread.ops.recipe import Recipe
+from midtread.ops.lookup import learn_look_up, place_table
 from midtread.ops.training import Ranges, train
-from midtread.providers.qtconfig import QtConfig
 
 
 class QtProvider(QuantizationProvider):
     """Trains under rules: QAT without `bwd_qtype`, QT with it."""
 
     rule_type = QtRule
+    honours = field_names(QtRule)
     ops = (*OPS, "take", "getitem")
     _streams: dict | None = None  # while an NNX model is prepared: who wants a key
     # path of a module that rounds at random -> extents of the stack of layers it is
@@ -43,15 +40,15 @@ class QtProvider(QuantizationProvider):
     _root: nnx.Module | None = None
 
     def _init_rule(self, rule: QuantizationRule) -> QtRule:
+        self._refuse_fields(rule)
         if not isinstance(rule, QtRule):
-            rule = QtRule(
-                **{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-            )
+            fields = field_names(QuantizationRule)
+            rule = QtRule(**{name: getattr(rule, name) for name in fields})
         return super()._init_rule(rule)
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
-        if rule is None or _leaves_alone(rule):
+        if rule is None or rule.leaves_alone:
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
         if name == "einsum":
@@ -64,7 +61,7 @@ class QtProvider(QuantizationProvider):
         weights = tuple(
             not isinstance(x, QArray) and find_param(module, x) for x in (lhs, rhs)
         )
-        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]), c.name)
+        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]))
         ranges, key = Ranges(), None
         if self._keeps_ranges(rule):
             ranges = Ranges(*(
@@ -83,12 +80,11 @@ class QtProvider(QuantizationProvider):
         """A look-up: the table of an embedding, where a rule names it."""
         rule, _ = self._get_current_rule_and_op_id("take")
         is_table = axis is not None and find_param(intercept.current_module(), a)
-        if rule is None or rule.weight_qtype is None or not is_table:
+        spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
+        if spec is None or not is_table or out is not None:
             return jnp.take(a, indices, axis, out, **options)
         axis = axis % a.ndim
-        spec = table_spec(rule, a.ndim, axis)
-        if rule.disable_channelwise_axes:
-            spec = dataclasses.replace(spec, channelwise_axes=())
+        spec = place_table(spec, a.ndim, axis)
         return learn_look_up(a, spec, indices, axis, **options)
 
     def _keeps_ranges(self, rule: QtRule) -> bool:
@@ -144,56 +140,3 @@ class QtProvider(QuantizationProvider):
                         lambda a: jnp.zeros(a.shape, a.dtype), flaxlib.read(var)
                     )
                     setattr(module, name, flaxlib.QuantStat(zeros))
-
-
-def _leaves_alone(rule: QtRule) -> bool:
-    return rule.recipe is None and rule.weight_qtype is None and rule.act_qtype is None
-
-
-def _check_tile(rule: QtRule) -> None:
-    """Formats with tiles of their own take no other."""
-    for qtype in (rule.weight_qtype, rule.act_qtype):
-        tile = None if qtype is None else as_format(qtype).tile
-        if tile and rule.tile_size and {"summed": tile} != rule.tiles:
-            raise ValueError(
-                f"Format {as_format(qtype).name} requires a tile size of {tile}, but "
-                f"tile_size={rule.tile_size}: leave it out."
-            )
-
-
-def recipe_of(
-    rule: QtRule, lhs_is_weight: bool, rhs_is_weight: bool, op: str = "dot_general"
-) -> Recipe:
-    """What a rule means for operands with these roles.
-
-    Without `bwd_qtype` a dot's gradient is taken with the float operands, that of a
-    convolution or a ragged dot with the quantized ones: as Qwix has it.
-    """
-    if rule.recipe is not None:
-        return rule.recipe
-    _check_tile(rule)
-    qtype = {True: rule.weight_qtype, False: rule.act_qtype}
-    method = {True: rule.weight_calibration_method, False: rule.act_calibration_method}
-    per_tensor = rule.disable_channelwise_axes
-    weight_tile = rule.bwd_weight_grad_tile_size if rule.bwd_qtype is not None else None
-    config = QtConfig(
-        lhs_qtype=qtype[lhs_is_weight],
-        rhs_qtype=qtype[rhs_is_weight],
-        tile_size=rule.tile_size,
-        lhs_calibration_method=method[lhs_is_weight],
-        rhs_calibration_method=method[rhs_is_weight],
-        lhs_disable_channelwise_axes=per_tensor,
-        rhs_disable_channelwise_axes=per_tensor,
-        dlhs_grad_qtype=rule.bwd_qtype,
-        dlhs_grad_calibration_method=rule.bwd_calibration_method,
-        dlhs_tile_size=weight_tile if lhs_is_weight else None,
-        dlhs_grad_disable_channelwise_axes=per_tensor,
-        drhs_grad_qtype=rule.bwd_qtype,
-        drhs_grad_calibration_method=rule.bwd_calibration_method,
-        drhs_tile_size=weight_tile if rhs_is_weight else None,
-        drhs_grad_disable_channelwise_axes=per_tensor,
-        use_original_residuals=rule.bwd_qtype is None and op == "dot_general",
-        rounding=rule.bwd_stochastic_rounding or "nearest",
-        noise_axes=tuple(rule.channelwise_noise_axes),
-    )
-    return config.override(rule.additional_qt_config or {}).recipe()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.model import flaxlib, intercept
-from midtread.model.rules import QtRule
+from midtread.model.rules import QtRule, field_names
 from midtread.model.weights import turn_of
 from midtread.numerics import calibration
 from midtread.numerics.qarray import calibrate
@@ -34,6 +34,12 @@ class StaticProvider(QtProvider):
     Args:
         measuring: note the ranges seen, and use those of the data at hand.
     """
+
+    honours = field_names(QtRule) - {"act_static_scale", "act_batch_axes"}
+    refusal = (
+        "ranges that were measured are static by themselves, and shared along axis 0 alone: "
+        "leave {field} out, or use mt.QtProvider"
+    )
 
     def __init__(self, rules, *, measuring: bool, **how):
         self._measuring = measuring

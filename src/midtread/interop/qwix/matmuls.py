@@ -1,8 +1,8 @@
 """Matmuls: Qwix's ops and training ops, on the one engine.
 
-The three Qt configs are `providers.qtconfig.QtConfig` with the callables that Qwix keeps
-in them: functions that turn the current range of an operand into the one to use, and the
-noise of gradients.
+The three Qt configs name the parts of a `model.rules.Step` as Qwix does, and hold the
+callables that Qwix keeps in them: functions that turn the current range of an operand into
+the one to use, and the noise of gradients.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.interop.qwix.arrays import HowToQuantize, NoiseFn, how_of
+from midtread.model.rules import PARTS, Step
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
@@ -24,8 +25,8 @@ from midtread.ops.api import Ops
 from midtread.ops.contraction import Contraction
 from midtread.ops.contraction import dot as dot_contraction
 from midtread.ops.engine import Operand
+from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
-from midtread.providers.qtconfig import QtConfig
 
 Collect = Callable[[Any], Any]
 
@@ -211,6 +212,44 @@ class EinsumInfo:
 
 
 # --- training ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QtConfig:
+    """A training step in Qwix's words: every part of a Step under its name in PARTS."""
+
+    lhs_qtype: Any = None
+    rhs_qtype: Any = None
+    tile_size: Any = None
+    lhs_calibration_method: str = "absmax"
+    rhs_calibration_method: str = "absmax"
+    lhs_disable_channelwise_axes: bool = False
+    rhs_disable_channelwise_axes: bool = False
+
+    dlhs_grad_qtype: Any = None
+    dlhs_grad_calibration_method: str = "absmax"
+    dlhs_tile_size: int | float | None = None
+    dlhs_grad_disable_channelwise_axes: bool = False
+    drhs_grad_qtype: Any = None
+    drhs_grad_calibration_method: str = "absmax"
+    drhs_tile_size: int | float | None = None
+    drhs_grad_disable_channelwise_axes: bool = False
+
+    disable_gradient_clipping: bool = False
+    use_original_residuals: bool = False
+    dlhs_residual_qtype: Any = None
+    dlhs_residual_calibration_method: str = "absmax"
+    dlhs_residual_disable_channelwise_axes: bool = False
+    drhs_residual_qtype: Any = None
+    drhs_residual_calibration_method: str = "absmax"
+    drhs_residual_disable_channelwise_axes: bool = False
+
+    sparsity_rule: Any = None
+    rounding: str = "nearest"  # of gradients
+    noise_axes: tuple[int, ...] = (0,)
+
+    def recipe(self) -> Recipe:
+        return Step().changed({name: getattr(self, name) for name in PARTS}).recipe()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.model.rules import as_sparsity
 from midtread.numerics.sparsity import Sparsity
-from midtread.providers.qtconfig import as_sparsity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
