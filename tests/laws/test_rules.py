@@ -55,7 +55,7 @@ FIELDS = {
             ("lhs_qtype", "int2"), ("rhs_disable_channelwise_axes", True),
             ("tile_size", 4), ("sparsity_rule", SPARSITY))],
     "recipe": [{"recipe": r} for r in (
-        "qwix_int4", "aqt_int8w", "aqt_fp8", "aqt_fp8_full", SQUARES,
+        "qwix_int8", "aqt_int8w", "aqt_fp8", "aqt_fp8_full", SQUARES,
         mt.Recipe(SQUARES.fwd, sparsity=SPARSITY))],
 }  # fmt: skip
 FORWARD = field_names(mt.QtRule) - {"module_path", "op_names"}
