@@ -155,3 +155,25 @@ def test_serving_computes_what_training_did(op, library):
     kinds = {cases[i][0] for i, _ in refused}
     tiled = {"tile_size"} if op == "conv_general_dilated" else set()
     assert kinds <= {"recipe", "additional_qt_config", "act_batch_axes", *tiled}, kinds
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "take"])
+def test_gradients_of_qat_are_those_of_the_float_op(op):
+    """One meaning for every op: quantized forward, float operands backward."""
+    x, model = jax.random.normal(jax.random.key(2), OPS[op][2]), Linen(op)
+    params = model.init(jax.random.key(1), x)
+    rule = mt.QtRule(weight_qtype="int4", act_qtype="int4")
+    qat = mt.quantize_model(model, mt.QtProvider([rule]))
+
+    @jax.jit
+    def both(params, x):
+        (out, pull), (exact, exact_pull) = (
+            jax.vjp(m.apply, params, x) for m in (qat, model)
+        )
+        g = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+        return out, exact, pull(g), exact_pull(g)
+
+    out, exact, ours, floats = both(params, x)
+    assert not np.allclose(out, exact, 1e-3)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(floats), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())

@@ -1,7 +1,10 @@
 """Rules: what they match, and what they refuse."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import midtread as mt
 from midtread.model.rules import as_rules, recipe_of
@@ -62,6 +65,12 @@ def test_first_match_wins(path, op, expected):
         ),
         (lambda: mt.QuantizationRule(tile_size=64.0), "write 64 for so many"),
         (lambda: mt.QuantizationRule(tile_size={0: -1}), "below 0"),
+        (lambda: mt.QuantizationRule(tile_size=0), "leave tile_size out"),
+        (lambda: mt.QtRule(bwd_weight_grad_tile_size=0), "leave bwd_weight_grad"),
+        (
+            lambda: mt.QtRule(additional_qt_config={"dlhs_gradqtype": "int8"}),
+            "Did you mean 'dlhs_grad_qtype'",
+        ),
         (
             lambda: mt.QtRule(recipe="qwix_int8", weight_qtype="int8"),
             "leave out weight_qtype",
@@ -87,6 +96,50 @@ def test_bad_rules_are_named(build, message):
             mt.QtProvider(rules)
     with pytest.raises(TypeError, match=r"several axes: write \[1\]"):
         mt.quantize(jnp.ones((2, 2)), "int8", channelwise_axes=1)
+
+
+@pytest.mark.parametrize(
+    "provider, rule, message",
+    [
+        (mt.PtqProvider, mt.LoraRule(rank=2, alpha=1.0), "rank=2, .*mt.LoraProvider"),
+        (mt.QtProvider, mt.LoraRule(rank=2, alpha=1.0), "rank=2, .*mt.LoraProvider"),
+        (mt.OdmlQatProvider, mt.QtRule(bwd_qtype="int8"), "bwd_qtype is for QtProvider"),
+        (
+            mt.DelayedFp8Provider,
+            mt.QtRule(weight_qtype="e4m3", act_qtype="e4m3", tile_size=8),
+            "Drop tile_size",
+        ),
+        (
+            mt.PtqProvider,
+            mt.QtRule(weight_qtype="int8", additional_qt_config={"sparsity_rule": mt.Sparsity(2, 4)}),
+            "prunes weights",
+        ),
+    ],
+)  # fmt: skip
+def test_fields_that_a_provider_does_not_honour_are_refused(provider, rule, message):
+    with pytest.raises(ValueError, match=message):
+        provider([rule])
+
+
+def test_a_weight_in_another_format_than_its_rule_is_refused():
+    x, rules = jnp.ones((2, 8)), lambda fmt: [mt.QuantizationRule(weight_qtype=fmt)]
+    served = mt.quantize_model(
+        nnx.Linear(8, 4, rngs=nnx.Rngs(0)), mt.PtqProvider(rules("int8")), x
+    )
+    assert mt.quantize_model(served, mt.PtqProvider(rules("int8")), x)(x).shape
+    with pytest.raises(ValueError, match="holds a weight in int8, .* asks for int4"):
+        mt.quantize_model(served, mt.PtqProvider(rules("int4")), x)
+
+
+def test_static_scales_need_statistics():
+    x, key = jnp.ones((2, 8)), jax.random.key(0)
+    rule = mt.QuantizationRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=True
+    )
+    model = mt.quantize_model(nn.Dense(4), mt.PtqProvider([rule]))
+    shapes = jax.eval_shape(model.init, key, x)["params"]
+    with pytest.raises(ValueError, match="pass quant_stats=variables"):
+        mt.quantize_params(nn.Dense(4).init(key, x)["params"], shapes)
 
 
 def test_a_recipe_by_its_name():
