@@ -18,6 +18,7 @@ from midtread.lm.config import (
     UsageError,
     section,
 )
+from midtread.model.rules import recipe_of
 from midtread.providers.delayed import DelayedFp8Provider
 from tests.lm.curves import CASES, PATH, curve
 
@@ -66,7 +67,7 @@ def ruled(base, words):
     out = set()
     for path, op in sites(*base):
         rule = next((r for r in rules if r.matches(path, op)), None)
-        if rule is not None and not quantization._is_empty(rule):
+        if rule is not None and not rule.leaves_alone:
             out.add(path.split("/")[-1] + ("" if op == "dot_general" else f":{op}"))
     return out
 
@@ -237,12 +238,13 @@ def test_shipped_mixes(name):
     rules = quantization.rules(
         settings.load([*DENSE, "quantization=intmp", f"quant_cfg_path={name}"])
     )
-    calibrations = {str(r.recipe.fwd.rhs.calibration) for r in rules}
+    calibrations = {str(recipe_of(r, False, True).fwd.rhs.calibration) for r in rules}
     assert ("absmax,0.8" in calibrations) == name.endswith("scale")
     if name.endswith("subchannel"):
         assert formats["wo"][0][0] == "int8"
         assert any(
-            dict(r.recipe.fwd.rhs.tiled_axes).get("summed") == 128 for r in rules
+            dict(recipe_of(r, False, True).fwd.rhs.tiled_axes).get("summed") == 128
+            for r in rules
         )
 
 

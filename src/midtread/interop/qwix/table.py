@@ -175,9 +175,9 @@ MODULES: dict[str, dict[str, str]] = {
         for name in ("uniform_noise", "low_bit_uniform_noise", "NoiseFn", "get_noise_fn")
     },
     "qwix._src.core.pallas": {
-        "pallas_call": "kernels.blocks:pallas_call",
-        "update_block_specs_for_qarray": "kernels.blocks:specs_of_parts",
-        "transform_block_specs_for_tpu": "kernels.blocks:fit_tpu",
+        "pallas_call": "kernels.block_specs:pallas_call",
+        "update_block_specs_for_qarray": "kernels.block_specs:specs_of_parts",
+        "transform_block_specs_for_tpu": "kernels.block_specs:fit_tpu",
     },
     "qwix._src.interception": {
         "disable_interceptions": "model.running:disable_interceptions",
