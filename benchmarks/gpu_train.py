@@ -7,10 +7,11 @@ Rows, in this order; none named: all.
     bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
                                          packed, vocabulary 32,000, remat minimal
     cudnn blockwise                      the same in bf16 with that attention
+    codes                                int8 with remat_policy=quantized
     unscanned unscanned-int8             the same with scan_layers=false
     update                               the optimizer's update alone, against optax's
     long long-int8                       2 x 8,192 tokens
-    llama3-8b llama3-8b-full             all of it: delayed fp8, 8-bit AdamW, bf16 weights
+    llama3-8b llama3-8b-codes            all of it: delayed fp8, 8-bit AdamW, bf16 weights
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
@@ -51,10 +52,11 @@ ROWS = {
     "llama3-8b": [*ALL, "remat_policy=minimal"],
     "unscanned": [*FOUR, "scan_layers=false"],
     "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
+    "codes": [*FOUR, *INT8, "remat_policy=quantized"],
     "update": None,
     "long": LONG,
     "long-int8": [*LONG, *INT8],
-    "llama3-8b-full": [*ALL, "remat_policy=full", "batch_size=8"],
+    "llama3-8b-codes": [*ALL, "remat_policy=quantized", "batch_size=6"],
     "blockwise": [*FOUR, "attention=blockwise"],
 }
 TINY = ["emb_dim=64", "num_decoder_layers=2", "num_query_heads=4", "num_kv_heads=2"]

@@ -302,7 +302,13 @@ def _why_it_fails(run: Callable, call: Call) -> str | None:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     try:
         jax.eval_shape(gradients, *shapes)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+    except (
+        ImportError,
+        NotImplementedError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+    ) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         return lines[0].rstrip(".")
     return None

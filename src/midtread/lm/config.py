@@ -171,8 +171,10 @@ class Model:
     mtp_num_layers: int = key(0, "heads that predict further ahead", at_least=0)
     mtp_loss_scaling_factor: float = key(0.1, "weight of their loss", at_least=0)
     scan_layers: bool = key(True, "one trace for all layers; weights are stacked")
-    remat_policy: Literal["none", "full", "minimal"] = key(
-        "none", "recompute in the backward: nothing, all, or all but the matmuls"
+    remat_policy: Literal["none", "full", "minimal", "quantized"] = key(
+        "none",
+        "recompute in the backward: nothing, all, all but the matmuls, or all but the codes "
+        "that they multiply",
     )
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "computes in this")
     weight_dtype: Literal["float32", "bfloat16"] = key(
@@ -430,6 +432,11 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
             )
         self._check_data()
         self._check_optimizer()
+        require(
+            self.remat_policy != "quantized" or self.quant or self.quantization,
+            "remat_policy=quantized keeps the codes that matmuls multiply, and nothing is "
+            "quantized: write quantization=fp8_full or another, or remat_policy=minimal.",
+        )
         require(
             not (self.quant and self.quantization),
             f"quant (rules of your own) and quantization={self.quantization} are both "

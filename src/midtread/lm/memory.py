@@ -49,7 +49,9 @@ class Bytes(NamedTuple):
 def model(config: Config, on: Mapping[str, int]) -> Bytes:
     """The bytes of a step of `config` on a mesh of these sizes."""
     held = here = largest = gathered = 0
-    again = 2 if config.remat_policy == "full" else 1  # in the backward too
+    again = (
+        2 if config.remat_policy in ("full", "quantized") else 1
+    )  # in the backward too
     for path, var in weights_of(config):
         w = Weight(config, on, path, var)
         held += w.here * w.itemsize

@@ -32,14 +32,16 @@ from midtread.lm.layers import GATES, Embed, Linear, named, norm
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
+from midtread.ops import training
 
 saved = jax.checkpoint_policies
 POLICIES = {
     "full": None,
     "minimal": saved.save_from_both_policies(
         saved.dots_with_no_batch_dims_saveable,
-        saved.save_only_these_names(*blockwise.SAVED),
+        saved.save_only_these_names(training.OUT, *blockwise.SAVED),
     ),
+    "quantized": saved.save_only_these_names(training.KEPT, *blockwise.SAVED),
 }
 
 

@@ -112,7 +112,9 @@ def bound(config: Config, on: Mapping[str, int]) -> Bound:
 
 def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
     ways, found = math.prod(on.values()), {}
-    again = 2 if config.remat_policy == "full" else 1  # the forward runs once more
+    again = (
+        2 if config.remat_policy in ("full", "quantized") else 1
+    )  # the forward runs once more
     for row in build.coverage(config).rows:
         if not row.flops:
             continue

@@ -5,6 +5,11 @@
 Forward, both operands are quantized and contracted. Backward, dlhs and drhs are
 contractions again: of g with what was kept of the other operand. `Recipe` says in which
 formats, and what is kept.
+
+For remat policies (jax.checkpoint_policies) two things have names. OUT is the result, which
+policies for dots would miss where a kernel computes it, and keep in float32 where XLA does.
+KEPT is what is kept of the left operand, as a rule an activation, if it is codes: a byte an
+element, and nothing to quantize again.
 """
 
 import dataclasses
@@ -13,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from midtread.kernels import choose, xla
@@ -26,6 +32,8 @@ from midtread.ops.contraction import Contraction
 from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
 from midtread.ops.untouched import untouched
+
+OUT, KEPT = "quantized_out", "quantized_lhs"
 
 
 class Ranges(NamedTuple):
@@ -109,6 +117,8 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
                 summed=_summed_axes(c, name), both=learns and slot is REUSE,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
+            if learns and name == "lhs" and isinstance(again, QArray):
+                again = again.map(lambda part: checkpoint_name(part, KEPT))
         operands.append(used)
         dtype = x.dtype if _is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
@@ -116,6 +126,7 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
     lhs, rhs = operands
     of = dataclasses.replace(c, stored=tuple(stored))
     out = contract(of, lhs, rhs, recipe.fwd.accumulate)
+    out = checkpoint_name(out, OUT) if learns else out
     return out, (c, *kept, ranges.g, key)
 
 

@@ -1,0 +1,43 @@
+"""Remat: what each policy keeps of a layer, and that numbers do not depend on it."""
+
+import numpy as np
+import pytest
+
+from midtread.lm import memory, settings
+from midtread.lm.config import UsageError
+from tests.lm.curves import curve
+
+WIDE = ["tiny", "emb_dim=64", "mlp_dim=256", "head_dim=32", "batch_size=1"]
+DELAYED = ["quantization=te_fp8_delayedscaling"]
+
+
+def of_a_layer(words) -> float:
+    """Bytes a token that a layer keeps for the backward."""
+    one, two = (
+        memory._of_a_row(settings.load([*WIDE, *words, f"num_decoder_layers={n}"]))
+        for n in (1, 2)
+    )
+    return (two - one) / 32
+
+
+def test_codes_are_a_byte_an_element():
+    """D = 64, F = 256: the stream in bfloat16, then a byte for each input of a matmul."""
+    codes = of_a_layer([*DELAYED, "remat_policy=quantized"])
+    assert codes == 2 * 64 + 3 * 64 + 64 + 2 * 64 + 256
+    outs = of_a_layer([*DELAYED, "remat_policy=minimal"])
+    assert outs == of_a_layer(["remat_policy=minimal"])  # no float32 sums among them
+    assert codes < 0.6 * outs
+
+
+@pytest.mark.parametrize("policy", ["minimal", "quantized"])
+def test_numbers_do_not_depend_on_it(policy):
+    words = [*DELAYED, "num_decoder_layers=1"]
+    plain = curve(words, steps=3)
+    np.testing.assert_allclose(
+        curve([*words, f"remat_policy={policy}"], steps=3), plain, rtol=2e-6
+    )
+
+
+def test_nothing_quantized_keeps_no_codes():
+    with pytest.raises(UsageError, match="nothing is quantized"):
+        settings.load(["tiny", "remat_policy=quantized"])
