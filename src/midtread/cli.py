@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 VERBS = {
     "train": "train a language model, or go on with a run",
-    "import": "make a run of a Hugging Face folder: midtread import <folder>",
+    "import": "make a run of a published model: midtread import <folder or .gguf>",
     "quantize": "write a quantized checkpoint of a run: midtread quantize runs/a ...",
     "generate": "text from a checkpoint: midtread generate runs/a prompt=...",
     "eval": "held-out loss of checkpoints, side by side: midtread eval runs/a runs/b",
+    "export": "weights of a run for others: midtread export runs/a format=hf",
     "report": "one page of runs and checkpoints, or what is in a .tflite file",
     "bench": "time and memory of a training step, beside the same in float",
     "explain": "what would be quantized, in which formats, and why the rest is not",
@@ -83,7 +84,8 @@ def _generate(words: Sequence[str]) -> None:
     model = convert.load(config, path)
     if not config.mesh:  # there, layers are gathered one by one as they are scanned
         model = decode.unstack(model)
-    terminal.stream(config.prompt[0])
+    is_chat = bool(codec.chat) and config.use_chat_template
+    terminal.stream(config.prompt[0] + ("\n" if is_chat else ""))
     made = generate(model, codec, config, on_text=terminal.stream)
     terminal.stream("\n")
     for text in made.texts[1:]:
@@ -107,6 +109,18 @@ def _eval(words: Sequence[str]) -> None:
                 f"{x.name}: target_loss after {x.steps_to_target} steps, "
                 f"{x.seconds_to_target:.1f} s"
             )
+
+
+def _export(words: Sequence[str]) -> None:
+    from midtread.lm import huggingface, settings
+    from midtread.lm.config import require
+    from midtread.report.terminal import Terminal
+
+    found = settings.load_checkpoints(words)
+    require(len(found) == 1, "export takes one run at a time.")
+    ((path, config),) = found
+    terminal = Terminal()
+    terminal.say(f"{huggingface.export(config, path, terminal.say)}")
 
 
 def _report(words: Sequence[str]) -> None:
@@ -189,6 +203,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quantize": _quantize,
     "generate": _generate,
     "eval": _eval,
+    "export": _export,
     "report": _report,
     "bench": _bench,
     "explain": _explain,

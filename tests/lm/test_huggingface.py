@@ -1,7 +1,9 @@
 """Models of transformers, by their logits: tests/interop/fixtures/make_huggingface.py."""
 
 import functools
+import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from midtread import cli
+from midtread.interop import huggingface as hf
+from midtread.lm import architectures, convert, settings
 from midtread.lm import cache as kv
-from midtread.lm import convert, settings
+from midtread.lm.config import Model
 
 ROOT = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "huggingface"
 NAMES = sorted(p.name for p in ROOT.iterdir() if p.is_dir())
@@ -48,3 +53,34 @@ def test_logits_are_those_of_transformers(name):
     tokens = jnp.asarray(known["tokens"], jnp.int32)
     for got in two_ways(*nnx.split(net), tokens, kv.make(config, *tokens.shape)):
         np.testing.assert_allclose(got, known["logits"], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_knows_its_architecture(name):
+    """From config.json to keys and back; the names of the one hold the other's arrays."""
+    config = json.loads((ROOT / name / "config.json").read_text())
+    m = Model(**architectures.settings_of(config, name))
+    arch, again = architectures.config_of(m)
+    assert arch.model_type in (config["model_type"], "llama")
+    assert Model(**architectures.settings_of(again, name)) == m or name == "phi3"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3", "gpt_oss"])
+def test_import_and_export_keep_every_bit(name, tmp_path, monkeypatch, capsys):
+    """A folder becomes a run and a folder again; a list of layers reads the same."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", str(ROOT / name)]) == 0
+    assert cli.main(["export", f"runs/{name}", "export_path=out"]) == 0
+    assert "tensors" in capsys.readouterr().out
+    before, after = hf.Folder(ROOT / name), hf.Folder("out")
+    assert before.tensors == after.tensors
+    for tensor in before.tensors:
+        np.testing.assert_array_equal(before.read(tensor), after.read(tensor))
+    shutil.move(f"runs/{name}", "elsewhere")
+    ((path, config),) = settings.load_checkpoints(["elsewhere", "scan_layers=false"])
+    _, scanned = load(name)
+    listed = convert.load(config, path)
+    tokens = jnp.arange(6)[None]
+    np.testing.assert_allclose(
+        listed(tokens).logits, scanned(tokens).logits, atol=1e-5, rtol=1e-5
+    )

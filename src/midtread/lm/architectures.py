@@ -27,6 +27,7 @@ from flax import nnx
 
 from midtread.interop.huggingface import Row
 from midtread.lm import model as models
+from midtread.lm import rope
 from midtread.lm.config import Model, UsageError, keys, require
 from midtread.model.rules import did_you_mean
 
@@ -47,7 +48,8 @@ MLP = "model.layers.{layer}.mlp"
 EXPERT = f"{MLP}.experts.{{expert}}"
 NORM = "model.layers.{layer}"
 # our array, inside a layer or outside -> the tensor; those that a model lacks do not count
-NAMES: dict[str, str | Part] = {
+Name = str | Part | Callable[[Model], str]
+NAMES: dict[str, Name] = {
     "token_embedder/embedding": "model.embed_tokens.weight",
     "decoder/decoder_norm/scale": "model.norm.weight",
     "decoder/logits_dense/kernel": "lm_head.weight",
@@ -116,7 +118,9 @@ SHARED = f"{MLP}.shared_experts"
 LATENT = {  # DeepSeek
     "self_attention/wq_a/kernel": f"{ATTENTION}.q_a_proj.weight",
     "self_attention/q_norm/scale": f"{ATTENTION}.q_a_layernorm.weight",
-    "self_attention/wq_b/kernel": f"{ATTENTION}.q_b_proj.weight",
+    "self_attention/wq_b/kernel": lambda m: (
+        f"{ATTENTION}.q_{'b_' if m.q_lora_rank else ''}proj.weight"
+    ),
     "self_attention/wkv_a/kernel": f"{ATTENTION}.kv_a_proj_with_mqa.weight",
     "self_attention/kv_norm/scale": f"{ATTENTION}.kv_a_layernorm.weight",
     "self_attention/wkv_b/kernel": f"{ATTENTION}.kv_b_proj.weight",
@@ -150,7 +154,7 @@ class Architecture:
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     also: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, str | Part] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
     is_tied: bool = False  # tie_word_embeddings, where config.json does not say
     base: float = 10000.0  # rope_theta, likewise
     act: str = "hidden_act"  # what config.json calls the activation
@@ -169,6 +173,7 @@ COMMON = {
     "num_attention_heads": ("num_query_heads", None),
     "rms_norm_eps": ("normalization_layer_epsilon", 1e-6),
 }
+MOST = 10_000  # layers, heads, experts: more is no model
 DENSE = {"intermediate_size": ("mlp_dim", None)}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
@@ -440,8 +445,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     out: dict[str, Any] = dict(arch.keys)
     for name, (key, default) in {**COMMON, **arch.also}.items():
         out[key] = read(name, key, default)
+    for key in ("num_decoder_layers", "num_query_heads", "num_experts"):
+        count = out.get(key, 1)
+        require(1 <= count <= MOST, f"{where}: config.json has {count} for {key}.")
     heads = out["num_query_heads"]
-    require(heads >= 1, f"{where}: config.json has num_attention_heads={heads}.")
     if out.get("attention_type") != "mla":
         out["num_kv_heads"] = read("num_key_value_heads", "num_kv_heads", heads)
         out["head_dim"] = read("head_dim", "head_dim", out["emb_dim"] // heads)
@@ -458,7 +465,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
     out |= _activation(arch, config, where)
     out |= _rope(arch, config, where)
-    out |= arch.windows(config)
+    try:
+        out |= arch.windows(config)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     if out.get("num_experts", 2) == 1:
         raise UsageError(f"{where}: a single expert is not supported: it is an MLP.")
     return _checked(out, where)
@@ -492,7 +502,7 @@ class _Reader:
 def _checked(out: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys, when the model takes them together."""
     try:
-        Model(**out)
+        rope.of(Model(**out))
     except UsageError as error:
         raise UsageError(f"{where}: config.json asks for {error}") from None
     return out
@@ -615,6 +625,99 @@ def _as_number(value: Any, where: str) -> float:
     return float(value)
 
 
+# --- keys as config.json ----------------------------------------------------------------------
+
+# keys that say nothing about what a model computes
+FREE = ("max_target_length", "remat_policy", "attention", "dtype", "weight_dtype",
+        "scan_layers", "load_balance_loss_weight", "mtp_loss_scaling_factor")  # fmt: skip
+
+
+def config_of(m: Model) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture that a model of ours is one of, and the config.json it would have.
+
+    Raises:
+        UsageError: it is none of them; what keeps it from the nearest is named.
+    """
+    require(not m.mtp_num_layers, "heads that predict further ahead are not exported.")
+    nearest: tuple[int, str] | None = None
+    for arch in ARCHITECTURES:
+        config = _config(m, arch)
+        try:
+            other = Model(**settings_of(config, arch.model_type))
+        except UsageError as error:
+            missing = (99, f"{arch}: {error}")
+        else:
+            wrong = [k for k in _compared(m) if _value(other, k) != _value(m, k)]
+            if not wrong:
+                return arch, config
+            both = (f"{wrong[0]}={getattr(x, wrong[0])}" for x in (other, m))
+            missing = (len(wrong), f"{arch} has {', the model has '.join(both)}")
+        nearest = min(nearest or missing, missing, key=lambda x: x[0])
+    assert nearest is not None
+    raise UsageError(f"no architecture of transformers is this model; {nearest[1]}.")
+
+
+def _compared(m: Model) -> list[str]:
+    """Keys that must be the same; widths of parts that a model lacks need not."""
+    unused = set(FREE)
+    if m.num_experts > 1 and not m.first_num_dense_layers:
+        unused.add("mlp_dim")
+    if m.num_experts == 1:
+        unused.add("moe_mlp_dim")
+    if m.attention_type == "mla":
+        unused |= {"head_dim", "num_kv_heads"}
+    return [key for key in keys(Model) if key not in unused]
+
+
+def _value(m: Model, key: str) -> Any:
+    """A key to compare by: not how it is written."""
+    return dict(rope.of(m).numbers) if key == "rope_scaling" else getattr(m, key)
+
+
+def _config(m: Model, arch: Architecture) -> dict[str, Any]:
+    """config.json with everything of the model that an architecture has a name for."""
+    out: dict[str, Any] = {
+        "architectures": [arch.class_name],
+        "model_type": arch.model_type,
+        "num_key_value_heads": m.num_kv_heads,
+        "tie_word_embeddings": m.logits_via_embedding,
+        "max_position_embeddings": m.max_target_length,
+    }
+    for name, (key, _) in {**COMMON, **arch.also}.items():
+        value = getattr(m, key)
+        if key == "q_lora_rank" or "soft_cap" in key:
+            value = value or None
+        out[name.split("|")[0]] = value
+    is_mla = m.attention_type == "mla"
+    out["head_dim"] = m.qk_rope_head_dim if is_mla else m.head_dim
+    if "attention_bias" not in arch.keys:
+        out["attention_bias"] = m.attention_bias == "all"
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    if m.mlp_activation in names:
+        out[arch.act] = names[m.mlp_activation]
+    if m.sliding_window_size:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        out |= {"sliding_window": m.sliding_window_size, "use_sliding_window": True}
+        if len(set(m.has_window)) > 1:
+            out["layer_types"] = [kinds[x] for x in m.has_window]
+    return {**out, **_rope_parameters(m)}
+
+
+def _rope_parameters(m: Model) -> dict[str, Any]:
+    turns = rope.of(m)
+    given = {k: list(v) if isinstance(v, tuple) else v for k, v in turns.numbers}
+    given = {k: v for k, v in given.items() if v or k == "truncate"}
+    if "truncate" in given:
+        given["truncate"] = bool(given["truncate"])
+    far = {"rope_type": turns.kind or "default", "rope_theta": turns.base, **given}
+    if m.partial_rotary_factor != 1:
+        far["partial_rotary_factor"] = m.partial_rotary_factor
+    if not m.local_rope_max_timescale:
+        return {"rope_parameters": far}
+    near = {"rope_type": "default", "rope_theta": m.local_rope_max_timescale}
+    return {"rope_parameters": {"full_attention": far, "sliding_attention": near}}
+
+
 # --- names as rows ----------------------------------------------------------------------------
 
 
@@ -629,6 +732,7 @@ def table(m: Model, arch: Architecture) -> list[Row]:
     for path in shapes(m):
         inner, layers = _inside_layer(m, path)
         name = named.get(inner)
+        name = name(m) if callable(name) else name
         require(
             name is not None,
             f"{path} has no name in {arch}: the model is not one of that architecture.",

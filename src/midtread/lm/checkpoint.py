@@ -203,10 +203,12 @@ def _put_back(state: State, params: dict, rest: dict[str, Any]) -> State:
 def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
     """(the folder of the weights, the config beside them) of a run or a checkpoint."""
     root = pathlib.Path(path).resolve()
-    require(root.is_dir(), f"no such run or checkpoint: {path}.")
     if published := huggingface.folder_in(root):
+        if published.is_file():
+            return published, published
         is_run = published != root
         return published, root / ("config.yml" if is_run else "config.json")
+    require(root.is_dir(), f"no such run or checkpoint: {path}.")
     if (root / "params").is_dir():  # one checkpoint of a run, or a quantized one
         return root / "params", _config_above(root, path)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
@@ -228,9 +230,9 @@ def config_of(path: str) -> Config:
     """The config a checkpoint was made with, or that a published model says."""
     from midtread.lm import settings
 
-    file = locate(path)[1]
-    if file.name == "config.json":
-        return settings.validate(huggingface.keys_of(file.parent))
+    weights, file = locate(path)
+    if file.suffix != ".yml":
+        return settings.validate(huggingface.keys_of(weights))
     return settings.load([str(file)])
 
 
@@ -297,7 +299,7 @@ def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State
     made = {}
     for name, like in pure.items():
         where = getattr(like, "sharding", None) or _here()
-        made[name] = jax.device_put(found[name].astype(like.dtype), where)
+        made[name] = jax.device_put(huggingface.floats(found[name], like.dtype), where)
     nnx.replace_by_pure_dict(weights, flax.traverse_util.unflatten_dict(made, sep="/"))
     return weights
 
@@ -320,7 +322,8 @@ def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     if folder := huggingface.folder_in(path):
         found = huggingface.arrays(folder, section(config_of(path), Model))
         flat = flax.traverse_util.flatten_dict(wanted, sep="/")
-        got = {k: jax.device_put(found[k].astype(v.dtype)) for k, v in flat.items()}
+        put = lambda k, v: jax.device_put(huggingface.floats(found[k], v.dtype))
+        got = {k: put(k, v) for k, v in flat.items()}
         return flax.traverse_util.unflatten_dict(got, sep="/")
 
     logging.getLogger("absl").setLevel(logging.ERROR)

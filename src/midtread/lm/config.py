@@ -45,6 +45,7 @@ class Run:
 
 # keys that are paths of this machine
 LOCAL = ("base_output_directory", "load_parameters_path", "save_quantized_params_path",
+         "export_path",
          "tokenizer_path", "quant_cfg_path")  # fmt: skip
 # keys that only some kinds of data look at
 READS = {
@@ -376,6 +377,9 @@ class Decoding:
     """generating and quantizing"""
 
     prompt: tuple[str, ...] = key(("import ",), "one or more beginnings")
+    use_chat_template: bool = key(
+        True, "generate: prompts as the model's own template has them, if it has one"
+    )
     max_new_tokens: int = key(64, "tokens to generate", at_least=1)
     temperature: float = key(0.0, "0: always the likeliest", at_least=0)
     top_k: int = key(0, "sample from the k likeliest; 0: all", at_least=0)
@@ -388,6 +392,13 @@ class Decoding:
     )
     decode_slots: int = key(
         32, "prompts that are continued at once; others wait for a slot", at_least=1
+    )
+    format: str = key(
+        "hf",
+        "export: hf, a float folder; w4a16, fp8, gptq, awq, mlx4, q4_k ... quantized",
+    )
+    export_path: str = key(
+        "", "export: where to; unset: beside the run, as <run>-<format>"
     )
     save_quantized_params_path: str = key(
         "", "quantize: where to; unset: beside the run, as <run_name>-<quantization>"

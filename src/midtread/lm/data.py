@@ -28,7 +28,7 @@ import numpy as np
 
 from midtread.lm import stream
 from midtread.lm.config import Config, UsageError, require
-from midtread.lm.rows import HELD_OUT, Batch, Rows, stack
+from midtread.lm.rows import HELD_OUT, Batch, Rows, row, stack
 from midtread.lm.tokenizer import need, tokenizer
 
 EPOCHS = 2**31  # without end: grain's own "for ever" overflows in batches of 1
@@ -235,3 +235,36 @@ def held_out(rows: Rows, config: Config) -> list[Batch]:
     ]
     whole = [p for p in parts if len(p) == config.batch_size] or parts[:1]
     return [stack([rows[i] for i in part]) for part in whole]
+
+
+def windows(config: Config) -> tuple[list[Batch], float]:
+    """Batches of all text, to judge a model that was not trained here; bytes per token.
+
+    Windows of max_target_length tokens that do not overlap, of each document for itself, and
+    of many windows eval_steps * batch_size, spread over the text.
+    """
+    if config.dataset_type == "synthetic" or config.dataset_type in stream.LIBRARIES:
+        found = splits(config)
+        return held_out(found.held_out, config), found.about["bytes_per_token"]
+    codec, length = tokenizer(config), config.max_target_length
+    begin = np.asarray(codec.begin, np.int64)
+    rows, num_tokens, num_bytes = [], 0, 0
+    for text in SOURCES[config.dataset_type](config).texts:
+        tokens = np.asarray(codec.encode(text), np.int64)
+        num_tokens += len(tokens)
+        num_bytes += len(text.encode("utf-8", "replace"))
+        size = length + 1 - len(begin)  # a row has so many targets and one more token
+        for first in range(0, len(tokens), size):
+            piece = np.append(begin, tokens[first : first + size])
+            if len(piece) > 1:
+                ones = np.ones(len(piece), int)
+                rows.append(row(piece, np.arange(len(piece)), ones, length))
+    require(rows, f"dataset_path={config.dataset_path} holds no text to be judged by.")
+    most = config.eval_steps * config.batch_size
+    if len(rows) > most:
+        rows = [rows[i] for i in np.linspace(0, len(rows) - 1, most).astype(int)]
+    size = min(config.batch_size, len(rows))
+    nothing = {k: np.zeros_like(v) for k, v in rows[0].items()}
+    rows += [nothing] * (-len(rows) % size)
+    batches = [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return batches, num_bytes / max(num_tokens, 1)

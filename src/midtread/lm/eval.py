@@ -1,4 +1,12 @@
-"""Eval: what checkpoints lose on text they were not trained on, side by side."""
+"""Eval: what checkpoints lose on text they were not trained on, side by side.
+
+A run of ours is judged by the part of its data that it was not trained on. A published model
+(a Hugging Face folder, a .gguf file, an imported run) has no such part: it is judged by all
+of the text, cut into windows of max_target_length tokens that do not overlap. Every window is
+a text of its own, with what the tokenizer puts before texts, and every token of it but the
+first (or with that, every one) is predicted from those before it. Shorter windows give
+higher numbers, so the window is stated with them.
+"""
 
 import json
 import math
@@ -8,8 +16,9 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import checkpoint, convert, data, step
+from midtread.lm import checkpoint, convert, data, huggingface, step
 from midtread.lm.config import Config, require
+from midtread.lm.tokenizer import digest_of
 from midtread.report.run import read
 
 
@@ -20,6 +29,8 @@ class Judged(NamedTuple):
     perplexity: float
     bits_per_byte: float
     weight_bytes: int
+    window: int = 0  # tokens that are seen at once
+    tokens: int = 0  # that were predicted
     steps_to_target: int | None = None  # target_loss, from the run's own metrics
     seconds_to_target: float | None = None
 
@@ -27,21 +38,30 @@ class Judged(NamedTuple):
 def evaluate(found: list[tuple[str, Config]]) -> list[Judged]:
     """Every checkpoint on the held-out split of the first one's data."""
     first = found[0][1]
-    splits = data.splits(first)
-    batches = data.held_out(splits.held_out, first)
+    if any(huggingface.folder_in(path) for path, _ in found):
+        batches, bytes_per_token = data.windows(first)
+    else:
+        splits = data.splits(first)
+        batches = data.held_out(splits.held_out, first)
+        bytes_per_token = splits.about["bytes_per_token"]
     out = []
     for path, config in found:
         for name in ("vocab_size", "tokenizer_type", "tokenizer_path"):
             here, there = getattr(first, name), getattr(config, name)
             require(
-                here == there,
+                here == there or (name == "tokenizer_path" and _same_file(here, there)),
                 f"{path} cannot be judged by the same text: {name}={there}, but "
                 f"{found[0][0]} has {name}={here}.",
             )
         if first.dataset_type != "synthetic":
             checkpoint.require_same_tokenizer(path, data.tokenizer(config))
-        out.append(_judge(path, config, batches, splits.about["bytes_per_token"]))
+        out.append(_judge(path, config, batches, bytes_per_token))
     return out
+
+
+def _same_file(here: str, there: str) -> bool:
+    """Whether two paths lead to one tokenizer: an imported run has a copy."""
+    return bool(here and there) and digest_of(here) == digest_of(there)
 
 
 def _judge(path: str, config: Config, batches: list, bytes_per_token: float) -> Judged:
@@ -55,6 +75,10 @@ def _judge(path: str, config: Config, batches: list, bytes_per_token: float) -> 
     name = config.run_name if name.isdigit() else name
     what = config.quantization or ("quant" if config.quant else "float")
     judged = Judged(name, what, loss, math.exp(min(loss, 700)), bits, weights)
+    judged = judged._replace(
+        window=config.max_target_length,
+        tokens=int(sum(batch["mask"].sum() for batch in batches)),
+    )
     return judged._replace(**_to_target(path, config.target_loss))
 
 
@@ -74,6 +98,7 @@ def _to_target(path: str, target: float) -> dict:
 COLUMNS = (
     "checkpoint",
     "weights",
+    "window",
     "loss",
     "perplexity",
     "bits/byte",
@@ -88,6 +113,7 @@ def rows(judged: list[Judged]) -> list[list[str]]:
         [
             x.name,
             x.quantization,
+            f"{x.window:,}",
             f"{x.loss:.4f}",
             f"{x.perplexity:.3f}",
             f"{x.bits_per_byte:.4f}",

@@ -35,8 +35,8 @@ def cache_format(config: Config) -> tuple[str, str] | None:
 
 
 def stop_tokens(config: Config, codec: Tokenizer) -> tuple[int, ...]:
-    """The end mark, and what the key `stop` adds to it."""
-    stops = [codec.end]
+    """The tokenizer's end marks, and what the key `stop` adds to them."""
+    stops = [*codec.stops]
     for word in config.stop:
         tokens = list(codec.encode(word))
         require(
@@ -56,12 +56,15 @@ def generate(
 ) -> Result:
     """Continues every prompt by up to `max_new_tokens`.
 
+    A model that has a template for conversations is asked through it, and answers.
+
     Args:
         model: what `convert.load` gave; on a GPU pass it through `decode.unstack`.
         on_text: called with each piece of the first prompt's text as it comes.
     """
     prompts = config.prompt if prompts is None else prompts
-    encoded = [np.asarray(codec.encode(p), np.int32) for p in prompts]
+    is_chat = bool(codec.chat) and config.use_chat_template
+    encoded = [encode(codec, p, is_chat) for p in prompts]
     require(all(map(len, encoded)), "prompt is empty: give at least one token.")
     allowed, stops = config.max_new_tokens, stop_tokens(config, codec)
     server = decode.Server(
@@ -86,8 +89,17 @@ def generate(
     out = np.full((len(made), allowed), codec.end)
     for row, tokens in zip(out, made):
         row[: len(tokens)] = tokens
-    texts = [p + codec.decode(_until_stop(o, stops)) for p, o in zip(prompts, made)]
+    shown = [f"{p}\n" if is_chat else p for p in prompts]
+    texts = [p + codec.decode(_until_stop(o, stops)) for p, o in zip(shown, made)]
     return Result(texts, out, clock.prefill, clock.rate, server.cache_bytes)
+
+
+def encode(codec: Tokenizer, prompt: str, is_chat: bool) -> np.ndarray:
+    """The numbers of a prompt: as its template has it, or after what texts begin with."""
+    if is_chat:
+        return np.asarray(codec.encode(codec.asked(prompt)), np.int32)
+    tokens = codec.encode(prompt)
+    return np.asarray([*codec.begin, *tokens] if codec.begin else tokens, np.int32)
 
 
 class Clock:

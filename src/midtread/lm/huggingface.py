@@ -19,20 +19,30 @@ and weight_dtype on the command line say so differently.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import flax
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from midtread.interop import export as others
+from midtread.interop import gguf_export, quantized
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures
-from midtread.lm.config import Config, Model, UsageError, require
+from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.model.rules import did_you_mean
+from midtread.numerics.qarray import QArray, dequantize
 
 WEIGHTS = "weights"  # inside an imported run
+GGUF = ".gguf"
+QUANTIZED = ("quantization_config", "quantization")  # of config.json
 LENGTH = 2048  # max_target_length, where a model was made for more
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
@@ -45,12 +55,22 @@ AHEAD = r"model\.layers\.{layer}\..*"
 
 
 def folder_in(path: Any) -> pathlib.Path | None:
-    """The Hugging Face folder that a path is, or that an imported run has inside."""
+    """The Hugging Face folder, or .gguf file, that a path is or an imported run has."""
     root = pathlib.Path(path)
+    if root.suffix == GGUF and root.is_file():
+        return root
     if (root / WEIGHTS).is_dir() and (root / "config.yml").is_file():
         return root / WEIGHTS
     is_run = (root / "config.yml").is_file() or (root / "checkpoints").is_dir()
     return root if not is_run and hf.is_folder(root) else None
+
+
+def open_model(path: Any) -> Any:
+    """A folder or .gguf file, float or quantized, by the names of a Hugging Face folder."""
+    path = pathlib.Path(path)
+    inside = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
+    with refusing():
+        return quantized.open_model(inside[0] if inside else path)
 
 
 def keys_of(folder: Any) -> dict[str, Any]:
@@ -60,16 +80,23 @@ def keys_of(folder: Any) -> dict[str, Any]:
         UsageError: it is of an architecture, or has an option, that the model lacks.
     """
     folder = pathlib.Path(folder)
+    is_gguf = folder.suffix == GGUF
     with refusing():
-        config = hf.read_json(folder / "config.json")
+        config = (
+            open_model(folder).config
+            if is_gguf
+            else hf.read_json(folder / "config.json")
+        )
     out = architectures.settings_of(config, str(folder))
     longest = config.get("max_position_embeddings")
     is_size = isinstance(longest, int) and longest > 1
     out["max_target_length"] = min(longest, LENGTH) if is_size else LENGTH
     stored = config.get("dtype", config.get("torch_dtype"))
     dtype = DTYPES.get(stored, "float32") if isinstance(stored, str) else "float32"
-    out |= {"dtype": dtype, "weight_dtype": dtype, "run_name": folder.resolve().name}
-    if (folder / "tokenizer.json").is_file():
+    out |= {"dtype": dtype, "weight_dtype": dtype, "run_name": folder.resolve().stem}
+    if is_gguf:
+        out |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+    elif (folder / "tokenizer.json").is_file():
         path = str(folder / "tokenizer.json")
         out |= {"tokenizer_type": "huggingface", "tokenizer_path": path}
     elif (folder / "tokenizer.model").is_file():
@@ -84,8 +111,8 @@ def arrays(folder: Any, m: Model) -> hf.Arrays:
     Raises:
         UsageError: the folder is not whole, or not of this model, by name.
     """
+    source = open_model(folder)
     with refusing():
-        source = hf.Folder(folder)
         arch = architectures.architecture(source.config, source.name)
         table = architectures.table(m, arch)
         ignored = [*architectures.IGNORED]
@@ -103,7 +130,14 @@ def _layers_ahead(config: Mapping[str, Any]) -> int:
     return min(count, 16) if isinstance(count, int) else 0
 
 
-def _check_tied(source: hf.Folder) -> None:
+def floats(array: Any, dtype: Any) -> np.ndarray:
+    """An array of a folder in a dtype; codes as what they stand for."""
+    if isinstance(array, QArray):
+        array = np.asarray(dequantize(jax.tree.map(jnp.asarray, array), jnp.float32))
+    return array.astype(dtype)
+
+
+def _check_tied(source: Any) -> None:
     """A head beside an embedding that is said to be the head must be the same."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if {head, embedding} <= source.tensors.keys():
@@ -146,8 +180,7 @@ def import_folder(config: Config, source: str) -> Imported:
         UsageError: the folder is not one that can be read, or the run is there already.
     """
     from midtread.lm import settings
-    from midtread.lm.config import section
-    from midtread.lm.tokenizer import tokenizer
+    from midtread.lm.tokenizer import digest_of, tokenizer
 
     origin = pathlib.Path(source)
     run = pathlib.Path(config.base_output_directory) / config.run_name
@@ -157,27 +190,163 @@ def import_folder(config: Config, source: str) -> Imported:
         "replaces an imported run.",
     )
     found = arrays(origin, section(config, Model))
-    folder: Any = found.source
+    source: Any = found.source
     if config.tokenizer_type != "byte":
         tokenizer(config)  # refuses one that does not read, or has too many tokens
     partial = run.with_name(f"{run.name}.partial")  # until it is whole
     shutil.rmtree(partial, ignore_errors=True)
     (partial / WEIGHTS).mkdir(parents=True)
-    taken = [*folder.files, *(origin / name for name in TOKENIZER)]
-    for file in (*taken, origin / "config.json"):
-        if file.is_file():
-            shutil.copyfile(file, partial / WEIGHTS / file.name)
+    for file in _files(origin, source):
+        shutil.copyfile(file, partial / WEIGHTS / file.name)
+    if origin.suffix == GGUF:  # what the file says, for whoever looks
+        hf.write_json(partial / WEIGHTS / "config.json", source.config)
+    about: dict[str, Any] = {"imported_from": str(origin), "tokenizer": "none"}
     if config.tokenizer_path:
-        held = run / WEIGHTS / pathlib.Path(config.tokenizer_path).name
-        config = dataclasses.replace(config, tokenizer_path=str(held))
+        held = pathlib.Path(config.tokenizer_path).name
+        about |= {
+            "tokenizer": held,
+            "tokenizer_sha256": digest_of(config.tokenizer_path),
+        }
+        held = str(run / WEIGHTS / held)
+        config = dataclasses.replace(config, tokenizer_path=held)
     settings.save(config, partial / "config.yml")
-    about = {"imported_from": str(origin), "tokenizer": "none"}
-    if config.tokenizer_type != "byte":
-        digest = hashlib.sha256((partial / WEIGHTS / held.name).read_bytes())
-        about |= {"tokenizer": held.name, "tokenizer_sha256": digest.hexdigest()}
     (partial / "data.json").write_text(json.dumps(about, indent=1))
     if run.exists():
         shutil.rmtree(run)
     partial.rename(run)
-    kind = str(architectures.architecture(folder.config, source))
-    return Imported(run, len(folder.tensors), folder.nbytes, kind)
+    nbytes = sum(p.stat().st_size for p in (run / WEIGHTS).iterdir())
+    kind = str(architectures.architecture(source.config, str(origin)))
+    return Imported(run, len(source.tensors), nbytes, kind)
+
+
+def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
+    """What an imported run keeps: weights as they are, config and tokenizer."""
+    if origin.suffix == GGUF:
+        return [origin]
+    folder = source if isinstance(source, hf.Folder) else source.folder
+    beside = [origin / name for name in (*TOKENIZER, "config.json")]
+    return [*folder.files, *(file for file in beside if file.is_file())]
+
+
+# --- out --------------------------------------------------------------------------------------
+
+
+def formats() -> list[str]:
+    """What `midtread export` writes: hf, and the targets of interop/export.py."""
+    return ["hf", *others.TARGETS, *gguf_export.KINDS]
+
+
+def export(
+    config: Config, run: str, say: Callable[[str], None] = print
+) -> pathlib.Path:
+    """Writes the weights of a run for others, as `format` says.
+
+    With format=hf a float folder that transformers load: what was imported has its own names
+    and config, and its tensors bit for bit; what was trained here is the architecture that
+    its keys amount to. With the others a quantized one (interop/export.py).
+
+    Raises:
+        UsageError: the folder is there already, the format is not known, or the model is no
+            architecture that others have.
+    """
+    kind = config.format
+    require(kind in formats(), f"format={kind}: {did_you_mean(kind, formats())}")
+    suffix = GGUF if kind in gguf_export.KINDS else ""
+    path = config.export_path or f"{run.rstrip('/').removesuffix(GGUF)}-{kind}{suffix}"
+    folder = pathlib.Path(path)
+    require(
+        not folder.exists(), f"{folder} is there already: give another export_path."
+    )
+    origin = folder_in(run)
+    if origin is None:
+        source: Any = _trained(config, run)
+    else:
+        source = open_model(origin)
+        arrays(origin, section(config, Model))  # refuses what does not fit
+    if kind == "hf":
+        return _floats_out(config, source, origin, folder)
+    with tempfile.TemporaryDirectory() as held, refusing():
+        _write_tokenizer(config, origin, pathlib.Path(held))
+        also = sorted(pathlib.Path(held).iterdir())
+        return others.export(source, folder, kind, also=also, say=say)
+
+
+def _floats_out(
+    config: Config, source: Any, origin: pathlib.Path | None, folder: pathlib.Path
+) -> pathlib.Path:
+    about = {k: v for k, v in source.config.items() if k not in QUANTIZED}
+    about["dtype"] = about["torch_dtype"] = config.weight_dtype
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with refusing():
+        hf.write_tensors(partial, _Tensors(source, config.weight_dtype), about)
+    _write_tokenizer(config, origin, partial)
+    partial.rename(folder)
+    return folder
+
+
+class _Tensors(Mapping):
+    """Tensors of an opened model in one dtype, each read when it is asked for."""
+
+    def __init__(self, source: Any, dtype: str):
+        self.source, self.dtype = source, np.dtype(jnp.dtype(dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source.tensors)
+
+    def __len__(self) -> int:
+        return len(self.source.tensors)
+
+    def about(self, name: str) -> hf.Tensor:
+        return hf.Tensor(self.source.tensors[name].shape, self.dtype)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return floats(self.source.read(name), self.dtype)
+
+
+def _trained(config: Config, run: str) -> others.TreeSource:
+    """A run of ours by the names of the architecture that it is one of."""
+    from midtread.lm import checkpoint
+    from midtread.lm import model as models
+
+    require(
+        not (pathlib.Path(run) / "sizes.json").is_file(),
+        f"{run} is quantized: give the float run, or a format that holds codes.",
+    )
+    m = section(config, Model)
+    state = checkpoint.load_weights(run, nnx.state(models.abstract(m), nnx.Param))
+    tree = flax.traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
+    m, tree = _with_plain_embedding(m, tree)
+    arch, about = architectures.config_of(m)
+    return others.TreeSource(tree, architectures.table(m, arch), about, run)
+
+
+def _with_plain_embedding(m: Model, tree: dict[str, Any]) -> tuple[Model, dict]:
+    """The same model without a gain of embeddings, which only Gemma's have: it goes into
+    the table, and a head that was the table becomes one of its own."""
+    is_gemma = m.norm_scale_offset
+    if is_gemma or m.embedding_gain == 1:
+        return m, tree
+    table = tree["token_embedder/embedding"]
+    gain = m.emb_dim**0.5 if m.embedding_gain is None else m.embedding_gain
+    tree = {**tree, "token_embedder/embedding": table * jnp.asarray(gain, table.dtype)}
+    if m.logits_via_embedding:
+        tree["decoder/logits_dense/kernel"] = table.T
+    return dataclasses.replace(m, embedding_gain=1.0, logits_via_embedding=False), tree
+
+
+def _write_tokenizer(config: Config, origin: Any, folder: pathlib.Path) -> None:
+    """The files of a tokenizer, from wherever the run has it."""
+    from midtread.lm import tokenizer as tokenizers
+
+    if origin is not None and origin.is_dir():
+        for name in TOKENIZER:
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, folder / name)
+    path = config.tokenizer_path
+    if path.endswith(GGUF):
+        text, about = tokenizers.files_of_gguf(path)
+        (folder / "tokenizer.json").write_text(text)
+        hf.write_json(folder / "tokenizer_config.json", about)
+    elif path and config.tokenizer_type == "huggingface":
+        shutil.copyfile(path, folder / "tokenizer.json")

@@ -76,7 +76,8 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
     float unless the words say otherwise."""
     from midtread.lm import checkpoint, convert
 
-    paths = [w for w in words if "=" not in w and pathlib.Path(w).is_dir()]
+    is_one = lambda w: pathlib.Path(w).is_dir() or w.endswith(huggingface.GGUF)
+    paths = [w for w in words if "=" not in w and is_one(w)]
     rest = [w for w in words if w not in paths]
     name = "load_parameters_path="
     paths += [w.removeprefix(name) for w in rest if w.startswith(name)]
@@ -90,9 +91,12 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
     rest += _kind_of_data(rest)
     found = []
     for path in paths:
-        _, file = checkpoint.locate(path)
-        is_published = file.name == "config.json"
-        own = huggingface.keys_of(file.parent) if is_published else _file(str(file))
+        weights, file = checkpoint.locate(path)
+        is_published = file.suffix != ".yml"
+        own = huggingface.keys_of(weights) if is_published else _file(str(file))
+        held = weights / pathlib.Path(own.get("tokenizer_path") or ".").name
+        if own.get("tokenizer_path") and held.is_file():  # wherever the run is now
+            own["tokenizer_path"] = str(held)
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
         dropped |= set(keys(Sharding))
         if not convert.is_quantized(path):

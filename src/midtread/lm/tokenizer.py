@@ -1,22 +1,31 @@
 """Tokenizers: text to numbers and back.
 
     byte             256 bytes and an end mark; needs nothing
-    huggingface      a tokenizer.json; its end mark is the first of END_MARKS that it has
+    huggingface      a tokenizer.json, or a .gguf file with one inside
     sentencepiece    a .model file; its end mark is the model's own
 
-A document is ended by its tokenizer's end mark. A tokenizer with more tokens than the
-model has rows is refused.
+A document is ended by its tokenizer's end mark: what the files beside tokenizer.json call
+eos_token, or else the first of END_MARKS that it has. `begin` is what a text begins with, if
+the tokenizer puts something there. A tokenizer with more tokens than the model has rows is
+refused.
+
+`chat` is the template of a model that was taught to talk, in jinja2: text that the model
+was published with, run in a sandbox, with messages in and a prompt out.
 """
 
 import dataclasses
 import hashlib
 import importlib
+import json
 import os
 import pathlib
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from midtread.interop import gguf
 from midtread.lm.config import Config, UsageError, require
 
 
@@ -30,6 +39,45 @@ class Tokenizer:
     encode: Any  # str -> sequence of int
     decode: Any  # sequence of int -> str
     digest: str = ""  # SHA-256 of its file
+    begin: tuple[int, ...] = ()  # before every text
+    ends: tuple[int, ...] = ()  # besides `end`, tokens after which a model says no more
+    chat: str = ""  # its template for conversations
+    marks: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # for the template
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Every token that ends what a model says."""
+        return (self.end, *self.ends)
+
+    def asked(self, prompt: str) -> str:
+        """A prompt as the model's own template has it, ready to be answered.
+
+        Raises:
+            UsageError: the template does not run.
+        """
+        jinja2 = need("jinja2", "a chat template")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise UsageError(f"{self.name}: its chat template says: {message}")
+
+        runs = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        runs.filters["tojson"] = lambda x, **_: json.dumps(x, ensure_ascii=False)
+        runs.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+        said = [{"role": "user", "content": prompt}]
+        try:
+            return runs.from_string(self.chat).render(
+                messages=said, add_generation_prompt=True, **self.marks
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{self.name}: its chat template does not run ({error}): write "
+                "use_chat_template=false."
+            ) from None
 
     @property
     def about(self) -> dict[str, str]:
@@ -51,22 +99,98 @@ END_MARKS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[S
 
 def _huggingface(path: str) -> Tokenizer:
     tokenizers = need("tokenizers", "tokenizer_type=huggingface")
+    says = _beside(path)
     try:
-        held = tokenizers.Tokenizer.from_file(path)
+        if path.endswith(".gguf"):
+            held = tokenizers.Tokenizer.from_str(_inside_gguf(path))
+        else:
+            held = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # noqa: BLE001  a bare Exception is what the library raises
         raise UsageError(
             f"tokenizer_path={path} is no tokenizer.json: {error}."
         ) from None
-    ends = [held.token_to_id(mark) for mark in END_MARKS]
+    marks = [says.marks.get("eos_token", ""), *END_MARKS]
+    ends = [held.token_to_id(mark) for mark in marks if mark]
     end = next((i for i in ends if i is not None), None)
     require(
         end is not None,
         f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}.",
     )
     encode = lambda text: held.encode(text, add_special_tokens=False).ids
+    first = says.begin or tuple(held.encode("").ids[:1])  # of what is put around a text
+    more = tuple(i for i in says.ends if i != end and i < held.get_vocab_size())
     return Tokenizer(
-        path, held.get_vocab_size(), end, encode, lambda ids: held.decode(list(ids))
-    )
+        path, held.get_vocab_size(), end, encode, lambda ids: held.decode(list(ids)),
+        begin=first, ends=more, chat=says.chat, marks=says.marks,
+    )  # fmt: skip
+
+
+class Beside(NamedTuple):
+    """What the files beside a tokenizer.json say."""
+
+    marks: dict[str, str]  # bos_token, eos_token ...
+    ends: tuple[int, ...]
+    chat: str
+    begin: tuple[int, ...] = ()
+
+
+def _beside(path: str) -> Beside:
+    folder = pathlib.Path(path).parent
+    if path.endswith(".gguf"):
+        metadata = gguf.GGUF(path).metadata
+        chat = metadata.get("tokenizer.chat_template", "")
+        ends = [metadata.get("tokenizer.ggml.eos_token_id")]
+        begins = bool(metadata.get("tokenizer.ggml.add_bos_token"))
+        first = _ids([metadata.get("tokenizer.ggml.bos_token_id")] * begins)
+        return Beside(_gguf_marks(metadata), _ids(ends), chat or "", first)
+    says = _json(folder / "tokenizer_config.json")
+    text = lambda x: x.get("content", "") if isinstance(x, dict) else x
+    marks = {k: text(v) for k, v in says.items() if k.endswith("_token")}
+    marks = {k: v for k, v in marks.items() if isinstance(v, str)}
+    ends = [
+        _json(folder / name).get("eos_token_id")
+        for name in ("generation_config.json", "config.json")
+    ]
+    chat = says.get("chat_template", "")
+    if isinstance(chat, list):  # several, by name
+        named = [x for x in chat if isinstance(x, dict)]
+        chat = next(
+            (x.get("template") for x in named if x.get("name") == "default"), ""
+        )
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        chat = file.read_text(encoding="utf-8", errors="replace")
+    return Beside(marks, _ids(ends), chat if isinstance(chat, str) else "")
+
+
+def _ids(found: Sequence[Any]) -> tuple[int, ...]:
+    flat = [i for x in found for i in (x if isinstance(x, list) else [x])]
+    return tuple(dict.fromkeys(i for i in flat if type(i) is int))
+
+
+def _json(file: pathlib.Path) -> dict[str, Any]:
+    """What a file says; {} if it is not there or is no object."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _gguf_marks(metadata: Mapping[str, Any]) -> dict[str, str]:
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    numbers = {k: metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos")}
+    return {
+        f"{k}_token": tokens[i]
+        for k, i in numbers.items()
+        if type(i) is int and i < len(tokens)
+    }
+
+
+def _inside_gguf(path: str) -> str:
+    from midtread.interop import gguf_tokenizer
+
+    return json.dumps(gguf_tokenizer.tokenizer_json(gguf.GGUF(path).metadata, path))
 
 
 def _sentencepiece(path: str) -> Tokenizer:
@@ -92,7 +216,7 @@ def tokenizer(config: Config) -> Tokenizer:
         require(os.path.isfile(path), f"tokenizer_path={path}: no such file.")
     made = TOKENIZERS[config.tokenizer_type](path)
     if config.tokenizer_type != "byte":
-        digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+        digest = digest_of(path)
         made = dataclasses.replace(made, digest=digest)
     require(
         made.size <= config.vocab_size,
@@ -100,6 +224,20 @@ def tokenizer(config: Config) -> Tokenizer:
         f"{config.vocab_size}: write vocab_size={-(-made.size // 8) * 8}.",
     )
     return made
+
+
+def files_of_gguf(path: str) -> tuple[str, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json, as a .gguf file amounts to them."""
+    says = _beside(path)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **says.marks}
+    return _inside_gguf(path), {**about, "chat_template": says.chat or None}
+
+
+def digest_of(path: str) -> str:
+    """SHA-256 of a tokenizer: its file, or what a .gguf file has of it."""
+    is_gguf = path.endswith(".gguf")
+    held = _inside_gguf(path).encode() if is_gguf else pathlib.Path(path).read_bytes()
+    return hashlib.sha256(held).hexdigest()
 
 
 def need(module: str, what: str) -> Any:
