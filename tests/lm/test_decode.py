@@ -1,6 +1,5 @@
 """Many tokens a call, slots that are used again, prompts in chunks: the same tokens."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,11 +92,9 @@ def test_no_weight_is_copied_in_a_step(config):
     """Each layer's matmuls read an argument of the program, not a slice of one."""
     net = decode.unstack(model.create(section(config, Model)))
     server = served(net, config)
-    text = decode._go_on.lower(
-        server._graph, server._state, server._slots, server._seed, count=4,
-        **server._options,
-    ).as_text()  # fmt: skip
-    weights = {tuple(x.shape) for x in jax.tree.leaves(server._state) if x.ndim == 2}
+    arguments = (server._weights, server._slots, server._seed, 4)
+    text = server._program.go_on.lower(*arguments).as_text()
+    weights = {tuple(x.shape) for x in server._weights if x.ndim == 2}
     shapes = ["x".join(map(str, s)) for s in weights]
     sliced = [
         line

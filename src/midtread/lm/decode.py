@@ -124,76 +124,85 @@ class Slots:
         return jax.vmap(jax.random.fold_in)(fold(seed, self.numbers), self.positions)
 
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="slots")
-def _read(graph, state, slots: Slots, rows, tokens, start) -> tuple[Slots, jax.Array]:
-    """Writes tokens [R, T] from position `start` on into slots `rows` [R]; logits of the
-    last token that stands in each row, which `slots.positions` knows."""
-    T = tokens.shape[1]
-    part = jax.tree.map(lambda a: jnp.take(a, rows, axis=_batch_axis(a)), slots.cache)
-    positions = start + jnp.broadcast_to(jnp.arange(T), tokens.shape)
-    last = jnp.clip(slots.positions[rows] - start, 0, T - 1)
-    out = nnx.merge(graph, state)(tokens, positions, cache=part, last=last)
-    put = lambda a, new: _put(a, rows, new)
-    cache = jax.tree.map(put, slots.cache, out.cache)
-    return dataclasses.replace(slots, cache=cache), out.logits[:, 0]
+class Program:
+    """The three functions of a server that run on the device.
+
+    Weights come as a flat list, and what else decides what is compiled is fixed here: what a
+    call costs on the host does not grow with the number of layers. (JAX would otherwise take
+    the model apart and compare its structure each time: 12 ms a call for 32 layers.)
+    """
+
+    def __init__(self, graph, treedef, sampling: Sampling, stops: tuple[int, ...]):
+        self._graph, self._treedef = graph, treedef
+        self._sampling, self._stops = sampling, stops
+        self.read = jax.jit(self._read, donate_argnums=1)
+        self.begin = jax.jit(self._begin, donate_argnums=0)
+        self.go_on = jax.jit(self._go_on, donate_argnums=1, static_argnums=3)
+
+    def _model(self, weights: list[jax.Array]) -> nnx.Module:
+        return nnx.merge(self._graph, self._treedef.unflatten(weights))
+
+    def _read(self, weights, slots: Slots, rows, tokens, start):
+        """Writes tokens [R, T] from position `start` on into slots `rows` [R]; logits of the
+        last token that stands in each row, which `slots.positions` knows."""
+        T = tokens.shape[1]
+        take = lambda a: jnp.take(a, rows, axis=_batch_axis(a))
+        part = jax.tree.map(take, slots.cache)
+        positions = start + jnp.broadcast_to(jnp.arange(T), tokens.shape)
+        last = jnp.clip(slots.positions[rows] - start, 0, T - 1)
+        out = self._model(weights)(tokens, positions, cache=part, last=last)
+        put = lambda a, new: a.at[(slice(None),) * _batch_axis(a) + (rows,)].set(new)
+        cache = jax.tree.map(put, slots.cache, out.cache)
+        return dataclasses.replace(slots, cache=cache), out.logits[:, 0]
+
+    def _begin(self, slots: Slots, rows, logits, allowed, seed):
+        """The first token after each prompt of slots `rows`."""
+        keys = slots.keys(seed)[rows]
+        new = choose(logits, keys, self._sampling).astype(jnp.int32)
+        left = jnp.where(self._is_stop(new), 0, allowed - 1)
+        return new, dataclasses.replace(
+            slots,
+            tokens=slots.tokens.at[rows].set(new),
+            positions=slots.positions.at[rows].add(1),
+            left=slots.left.at[rows].set(left),
+        )
+
+    def _is_stop(self, tokens: jax.Array) -> jax.Array:
+        hits = [tokens == stop for stop in self._stops]
+        return functools.reduce(jnp.logical_or, hits, tokens < 0)
+
+    def _go_on(self, weights, slots: Slots, seed, count: int):
+        """Up to `count` tokens of every slot: [B, count], -1 where a slot was done."""
+
+        def body(carry):
+            i, slots, made = carry
+            is_open = slots.left > 0
+            tokens, positions = slots.tokens[:, None], slots.positions[:, None]
+            out = self._model(weights)(tokens, positions, cache=slots.cache)
+            new = choose(out.logits[:, 0], slots.keys(seed), self._sampling)
+            new = jnp.where(is_open, new.astype(jnp.int32), slots.tokens)
+            left = jnp.where(is_open & ~self._is_stop(new), slots.left - 1, 0)
+            made = made.at[:, i].set(jnp.where(is_open, new, -1))
+            slots = dataclasses.replace(
+                slots,
+                cache=out.cache,
+                tokens=new,
+                left=left,
+                positions=slots.positions + is_open,
+            )
+            return i + 1, slots, made
+
+        made = jnp.full((slots.tokens.shape[0], count), -1, jnp.int32)
+        may_go_on = lambda carry: (carry[0] < count) & jnp.any(carry[1].left > 0)
+        _, slots, made = jax.lax.while_loop(may_go_on, body, (0, slots, made))
+        return made, slots.left, slots
+
+
+_program = functools.lru_cache(maxsize=8)(Program)  # one for all servers of a model
 
 
 def _batch_axis(a: jax.Array) -> int:
     return a.ndim - 4  # [.., B, S, heads, width], stacked over layers or not
-
-
-def _put(a: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    return a.at[(slice(None),) * _batch_axis(a) + (rows,)].set(new)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("sampling", "stops"), donate_argnames="slots"
-)
-def _begin(slots: Slots, rows, logits, allowed, seed, *, sampling, stops):
-    """The first token after each prompt of slots `rows`."""
-    keys = slots.keys(seed)[rows]
-    new = choose(logits, keys, sampling).astype(jnp.int32)
-    left = jnp.where(_is_stop(new, stops), 0, allowed - 1)
-    return new, dataclasses.replace(
-        slots,
-        tokens=slots.tokens.at[rows].set(new),
-        positions=slots.positions.at[rows].add(1),
-        left=slots.left.at[rows].set(left),
-    )
-
-
-def _is_stop(tokens: jax.Array, stops: tuple[int, ...]) -> jax.Array:
-    return functools.reduce(jnp.logical_or, [tokens == s for s in stops], tokens < 0)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("graph", "count", "sampling", "stops"),
-    donate_argnames="slots",
-)
-def _go_on(graph, state, slots: Slots, seed, *, count, sampling, stops):
-    """Up to `count` tokens of every slot: [B, count], -1 where a slot was done."""
-
-    def body(carry):
-        i, slots, made = carry
-        # tree.map makes Variables of this trace; merge alone takes those of the one around
-        model = nnx.merge(graph, jax.tree.map(lambda x: x, state))
-        is_open = slots.left > 0
-        out = model(slots.tokens[:, None], slots.positions[:, None], cache=slots.cache)
-        new = choose(out.logits[:, 0], slots.keys(seed), sampling).astype(jnp.int32)
-        new = jnp.where(is_open, new, slots.tokens)
-        left = jnp.where(is_open & ~_is_stop(new, stops), slots.left - 1, 0)
-        made = made.at[:, i].set(jnp.where(is_open, new, -1))
-        slots = dataclasses.replace(
-            slots, cache=out.cache, tokens=new, left=left,
-            positions=slots.positions + is_open,
-        )  # fmt: skip
-        return i + 1, slots, made
-
-    made = jnp.full((slots.tokens.shape[0], count), -1, jnp.int32)
-    may_go_on = lambda carry: (carry[0] < count) & jnp.any(carry[1].left > 0)
-    _, slots, made = jax.lax.while_loop(may_go_on, body, (0, slots, made))
-    return made, slots.left, slots
 
 
 class Server:
@@ -238,9 +247,10 @@ class Server:
                 0 <= token < m.vocab_size,
                 f"stop token {token} is none of the model's {m.vocab_size} tokens.",
             )
-        self._graph, self._state = nnx.split(model)
+        graph, state = nnx.split(model)
+        self._weights, treedef = jax.tree.flatten(state)
+        self._program = _program(graph, treedef, sampling, tuple(map(int, stops)))
         self.length, self._seed = length, jax.random.key(seed)
-        self._options = {"sampling": sampling, "stops": tuple(map(int, stops))}
         cache = _cache(model, m, slots, length, cache_format)
         self.cache_bytes = kv.nbytes(cache)
         zeros = lambda: jnp.zeros(slots, jnp.int32)
@@ -289,14 +299,14 @@ class Server:
             row[: len(prompt)] = prompt
         logits = None
         for start in range(0, tokens.shape[1], chunk):
-            self._slots, now = _read(
-                self._graph, self._state, self._slots, rows,
-                tokens[:, start : start + chunk], np.int32(start),
-            )  # fmt: skip
+            part = tokens[:, start : start + chunk]
+            self._slots, now = self._program.read(
+                self._weights, self._slots, rows, part, np.int32(start)
+            )
             ends_here = ((lengths - 1) // chunk == start // chunk)[:, None]
             logits = now if logits is None else jnp.where(ends_here, now, logits)
-        new, self._slots = _begin(
-            self._slots, rows, logits, np.int32(allowed), self._seed, **self._options
+        new, self._slots = self._program.begin(
+            self._slots, rows, logits, np.int32(allowed), self._seed
         )
         self._left = np.array(self._slots.left)
         return dict(zip(prompts, np.asarray(new).tolist()))
@@ -320,9 +330,9 @@ class Server:
             The new tokens by slot, of slots that were not done; a stop token is the last.
         """
         busy = np.flatnonzero(self._left)
-        made, left, self._slots = _go_on(
-            self._graph, self._state, self._slots, self._seed, count=count, **self._options
-        )  # fmt: skip
+        made, left, self._slots = self._program.go_on(
+            self._weights, self._slots, self._seed, count
+        )
         made, self._left = np.asarray(made), np.array(left)
         return {int(s): [int(t) for t in made[s] if t >= 0] for s in busy}
 
