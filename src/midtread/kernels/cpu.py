@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels import decoding
 from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
@@ -41,71 +42,6 @@ MIN_SIZE = 2**16  # codes: at 2^14 float8 was 5% slower than the plain path
 MAX_WHOLE = 2**22  # int8 codes [K, N] that XLA's own matmul repacks in the cache
 MAX_ROWS = 256  # of x: at 512 the plain path was within 1.2x of float32
 INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # whose values int8 holds
-
-
-def _unsigned(p):
-    return lax.bitcast_convert_type(p, jnp.uint8)
-
-
-def _signed_nibbles(p):
-    return (p << 4) >> 4, p >> 4
-
-
-def _nibbles(p):
-    u = _unsigned(p)
-    return u & 15, u >> 4
-
-
-def _float16(bits, unit):
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * unit
-
-
-def _e4m3(p):
-    p = p.astype(jnp.int16)  # the sign fills bits 7 to 15
-    bits = p << 7 & ~(1 << 14)
-    bits = jnp.where(p & 0x7F == 0x7F, jnp.int16(0x7E00), bits)  # its only NaN
-    return _float16(bits, 2.0**8)
-
-
-def _e5m2(p):
-    return _float16(p.astype(jnp.int16) << 8, 1.0)
-
-
-def _e2m1(u):
-    u = u.astype(jnp.int16)
-    return _float16((u & 8) << 12 | (u & 7) << 9, 2.0**14)
-
-
-def _look_up(u, table):
-    """table[u] by halving: bit 0 chooses within pairs, bit 1 among pairs of pairs, ..."""
-    values = [jnp.float32(v) for v in table]
-    for bit in range(len(table).bit_length() - 1):
-        is_odd = (u & (1 << bit)) != 0
-        values = [jnp.where(is_odd, b, a) for a, b in zip(values[::2], values[1::2])]
-    return values[0]
-
-
-# Container -> bytes (int8) to one array of values per plane.
-PLANES = {
-    "int8": lambda p: (p,),
-    "uint8": lambda p: (_unsigned(p),),
-    "int4": _signed_nibbles,
-    "uint4": _nibbles,
-    "float8_e4m3fn": lambda p: (_e4m3(p),),
-    "float8_e5m2": lambda p: (_e5m2(p),),
-    "float4_e2m1fn": lambda p: tuple(map(_e2m1, _nibbles(p))),
-}
-
-
-def _num_planes(dtype) -> int:
-    return 8 // formats.dtype_bits(dtype)
-
-
-def _decode(p, fmt: Format, dtype):
-    planes = PLANES[fmt.dtype.name](p)
-    if fmt.table is not None:
-        planes = tuple(_look_up(u, fmt.table) for u in planes)
-    return tuple(v.astype(dtype) for v in planes)
 
 
 def is_local(*arrays: jax.Array) -> bool:
@@ -155,11 +91,11 @@ def supports(
         rows: of x.
         counts: extents of the scale that `dot` is to apply, (1, 1) for none.
     """
-    if fmt.dtype.name not in PLANES or fmt.table and len(fmt.table) != 16:
+    if decoding.decoder(fmt) is None:
         return False
     if not 0 < rows <= MAX_ROWS or math.prod(shape) < MIN_SIZE:
         return False
-    if shape[1] % _num_planes(fmt.dtype) or shape[1] * MIN_ROWS > 8 * BLOCK:
+    if shape[1] % decoding.num_planes(fmt) or shape[1] * MIN_ROWS > 8 * BLOCK:
         return False
     return _block_rows(shape, counts[0]) > 0
 
@@ -202,8 +138,8 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
     integer = jnp.issubdtype(x_MK.dtype, jnp.integer)
     dtype, total = (jnp.int8, jnp.int32) if integer else (jnp.float32, jnp.float32)
     shape = codes_RC.shape
-    num_planes = _num_planes(fmt.dtype)
-    bytes_RC = _as_bytes(codes_RC, num_planes)
+    num_planes = decoding.num_planes(fmt)
+    bytes_RC = decoding.as_bytes(codes_RC)
     x_MK = x_MK.astype(dtype)
     x_planes = [x_MK[:, i::num_planes] if summed else x_MK for i in range(num_planes)]
     scales = _scale_planes(scale, shape, num_planes)
@@ -214,7 +150,8 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
 
     def block(start, size):
         """One [M, N or its part] per plane."""
-        values = _decode(lax.dynamic_slice_in_dim(bytes_RC, start, size), fmt, dtype)
+        some = lax.dynamic_slice_in_dim(bytes_RC, start, size)
+        values = decoding.planes(some, fmt, dtype)
         if scale is not None:
             values = [
                 views.broadcast_with(jnp.multiply, v, _rows(s, start, size, shape[0]))
@@ -242,14 +179,6 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
         out = lax.fori_loop(0, whole, lambda i, out: add(i * step, step, out), out)
         out = add(whole * step, rest, out) if rest else out
     return out.reshape(x_MK.shape[0], -1)
-
-
-def _as_bytes(codes_RC: jax.Array, num_planes: int) -> jax.Array:
-    if num_planes > 1:
-        num_rows, num_columns = codes_RC.shape
-        pairs = (num_rows, num_columns // num_planes, num_planes)
-        codes_RC = codes_RC.reshape(pairs)
-    return lax.bitcast_convert_type(codes_RC, jnp.int8)
 
 
 def _scale_planes(scale, shape, num_planes: int) -> list:

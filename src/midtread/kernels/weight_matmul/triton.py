@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.kernels import decoding
 from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.numerics.formats import Format, dtype_bits
 
@@ -40,63 +41,6 @@ class TritonBlocks:
 
 # --- decoding: bytes to one array of values per code in the byte ------------------------------
 
-# Four bytes in $2, the low or high nibble of each to two pairs of 16-bit floats, $0 and $1.
-_SPREAD = """
-    .reg .b32 p, a, b, one, off;
-    mov.b32 one, {one}; mov.b32 off, {off};
-    shr.u32 p, $2, {shift};
-    prmt.b32 a, p, 0, 0x4140;
-    prmt.b32 b, p, 0, 0x4342;
-    lop3.b32 a, a, 0x000f000f, {magic}, 0x6a;
-    lop3.b32 b, b, 0x000f000f, {magic}, 0x6a;
-    fma.rn.{kind} $0, a, one, off;
-    fma.rn.{kind} $1, b, one, off;
-"""  # lop3 0x6a: (a & mask) ^ magic
-# A nibble u in the low mantissa bits of 128 (bfloat16) or 1024 (float16) is 128 + u: the
-# offset is subtracted again. Signed codes flip their sign bit, which adds 8.
-_NIBBLES = {
-    ("int4", "bfloat16"): ("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308"),
-    ("uint4", "bfloat16"): ("bf16x2", "0x3f803f80", "0xc300c300", "0x43004300"),
-    ("int4", "float16"): ("f16x2", "0x3c003c00", "0xe408e408", "0x64086408"),
-    ("uint4", "float16"): ("f16x2", "0x3c003c00", "0xe400e400", "0x64006400"),
-}
-
-# The same by a table of 16 values: their low bytes in l0 .. l3, their high bytes in h0 .. h3.
-_LOOK_UP = """
-    .reg .b32 s, t, m, x, y, l, h;
-    shr.u32 s, $2, {shift};
-    and.b32 s, s, 0x0f0f0f0f;
-    shr.u32 t, s, 4;
-    or.b32 t, s, t;
-    prmt.b32 t, t, 0, 0x4420;
-    and.b32 t, t, 0x7777;
-    shl.b32 m, s, 4;
-    prmt.b32 m, m, 0, 0xba98;
-    prmt.b32 x, l0, l1, t;
-    prmt.b32 y, l2, l3, t;
-    lop3.b32 l, m, y, x, 0xca;
-    prmt.b32 x, h0, h1, t;
-    prmt.b32 y, h2, h3, t;
-    lop3.b32 h, m, y, x, 0xca;
-    prmt.b32 $0, l, h, 0x5140;
-    prmt.b32 $1, l, h, 0x7362;
-"""  # lop3 0xca: m ? y : x
-
-
-# Four signed bytes in $4 to float32: 128 + b in the low bits of 2^23, subtracted again.
-_BYTES = """
-    .reg .b32 p, a, b, c, d;
-    xor.b32 p, $4, 0x80808080;
-    prmt.b32 a, p, 0x4b000000, 0x7440;
-    prmt.b32 b, p, 0x4b000000, 0x7441;
-    prmt.b32 c, p, 0x4b000000, 0x7442;
-    prmt.b32 d, p, 0x4b000000, 0x7443;
-    sub.f32 $0, a, 0f4B000080;
-    sub.f32 $1, b, 0f4B000080;
-    sub.f32 $2, c, 0f4B000080;
-    sub.f32 $3, d, 0f4B000080;
-"""
-
 
 def _asm(body: str, p, dtype, num_out: int = 2):
     """`body` on every four bytes of `p`."""
@@ -109,52 +53,20 @@ def _asm(body: str, p, dtype, num_out: int = 2):
     )[0]
 
 
-def _table_asm(table, dtype, shift: int) -> str:
-    bits = np.asarray(table, np.float32).astype(dtype).view(np.uint16)
-    parts = {"l": (bits & 255).astype(np.uint8), "h": (bits >> 8).astype(np.uint8)}
-    words = {
-        f"{k}{i}": w for k, v in parts.items() for i, w in enumerate(v.view("<u4"))
-    }
-    regs = f".reg .b32 {', '.join(words)};"
-    load = "".join(f"mov.b32 {name}, 0x{word:08x};" for name, word in words.items())
-    return regs + load + _LOOK_UP.format(shift=shift)
-
-
 def unpacked(p, fmt: Format, dtype, native: bool) -> tuple:
-    """Values of the codes in the bytes `p`, one array per code in a byte, exact."""
-    dtype = np.dtype(dtype)
+    """The exact values of the codes in the bytes `p`, an array for each code in a byte."""
+    dtype, row = np.dtype(dtype), decoding.decoder(fmt)
+    assert row is not None, fmt
     if dtype_bits(fmt.dtype) == 8:
-        if native and fmt.dtype.name == "int8" and dtype.itemsize == 4:
-            return (_asm(_BYTES, p, dtype, num_out=4),)
+        if native and row.floats is not None and dtype.itemsize == 4:
+            return (_asm(row.floats, p, dtype, num_out=4),)
         return (p.astype(dtype),)
-    if native:
-        narrow = dtype if dtype.itemsize == 2 else np.dtype(jnp.bfloat16)
-        codes = [_asm(_nibble_asm(fmt, narrow, shift), p, narrow) for shift in (0, 4)]
-        return tuple(v.astype(dtype) for v in codes)
-    if fmt.dtype.name == "int4":
-        planes = (p << 4) >> 4, p >> 4
-    else:
-        planes = p & 15, (p >> 4) & 15
-    if fmt.table is not None:
-        return tuple(
-            select(v.astype(jnp.int32), fmt.table).astype(dtype) for v in planes
-        )
-    return tuple(v.astype(dtype) for v in planes)
-
-
-def _nibble_asm(fmt: Format, dtype, shift: int) -> str:
-    if fmt.table is not None:
-        return _table_asm(fmt.table, dtype, shift)
-    kind, one, off, magic = _NIBBLES[fmt.dtype.name, dtype.name]
-    return _SPREAD.format(kind=kind, one=one, off=off, magic=magic, shift=shift)
-
-
-def select(u, table):
-    values = [jnp.float32(v) for v in table]
-    for bit in range(4):
-        odd = (u & (1 << bit)) != 0
-        values = [jnp.where(odd, b, a) for a, b in zip(values[::2], values[1::2])]
-    return values[0]
+    if not native:
+        return decoding.planes(p, fmt, dtype)
+    assert row.nibbles is not None, fmt
+    narrow = dtype if dtype.itemsize == 2 else np.dtype(jnp.bfloat16)
+    codes = [_asm(row.nibbles(fmt, narrow, shift), p, narrow) for shift in (0, 4)]
+    return tuple(v.astype(dtype) for v in codes)
 
 
 # --- kernels ----------------------------------------------------------------------------------

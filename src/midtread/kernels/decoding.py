@@ -1,0 +1,335 @@
+"""Decoding: what stored codes stand for, told to every kind of kernel.
+
+There is a row for each container of codes and a column for each kind of kernel that decodes
+them. Adding a format is adding a row; a kernel takes every format whose row fills its column
+(`formats`).
+
+    plain     bytes -> values in plain JAX, on a CPU and where a kernel is interpreted
+    words     PTX for Triton: two 16-bit words -> two float16, one plane of codes at a time
+    nibbles   PTX for Triton: four bytes -> four 16-bit floats, the low or the high codes
+    rows      PTX for Hopper: 16 bits of two rows -> two columns of bfloat16 pairs
+
+A plane is one array of values for each code that a byte or a word holds, in order of memory.
+A format that is looked up has one more row, for tables of 16 entries.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from midtread.numerics.formats import FORMATS, Format, dtype_bits
+
+# --- plain JAX --------------------------------------------------------------------------------
+
+
+def _unsigned(p):
+    return lax.bitcast_convert_type(p, jnp.uint8)
+
+
+def _signed_nibbles(p):
+    return (p << 4) >> 4, p >> 4
+
+
+def _nibbles(p):
+    u = _unsigned(p)
+    return u & 15, u >> 4
+
+
+def _float16(bits, unit):
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * unit
+
+
+def _e4m3(p):
+    p = p.astype(jnp.int16)  # the sign fills bits 7 to 15
+    bits = p << 7 & ~(1 << 14)
+    bits = jnp.where(p & 0x7F == 0x7F, jnp.int16(0x7E00), bits)  # its only NaN
+    return _float16(bits, 2.0**8)
+
+
+def _e5m2(p):
+    return _float16(p.astype(jnp.int16) << 8, 1.0)
+
+
+def _e2m1(u):
+    u = u.astype(jnp.int16)
+    return _float16((u & 8) << 12 | (u & 7) << 9, 2.0**14)
+
+
+def look_up(u, table):
+    """table[u] by halving: bit 0 chooses within pairs, bit 1 among pairs of pairs, ..."""
+    values = [jnp.float32(v) for v in table]
+    for bit in range(len(table).bit_length() - 1):
+        is_odd = (u & (1 << bit)) != 0
+        values = [jnp.where(is_odd, b, a) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
+# --- PTX for Triton, by words -----------------------------------------------------------------
+
+# Each turns two words, $1, into the float16 values of one plane, $0. A code in the low bits
+# of 1024 is 1024 + code: what was added is subtracted again. Signed codes have their sign
+# bit flipped, which adds half of their range.
+_WORDS_INT8 = """
+    .reg .b32 p, off;
+    mov.b32 off, 0x64806480;
+    xor.b32 p, $1, 0x80808080;
+    prmt.b32 p, p, 0x64646464, {bytes};
+    sub.f16x2 $0, p, off;
+"""
+_WORDS_INT4 = """
+    .reg .b32 p, one, off;
+    mov.b32 one, {one}; mov.b32 off, {off};
+    shr.u32 p, $1, {shift};
+    lop3.b32 p, p, {mask}, {magic}, 0x6a;
+    fma.rn.f16x2 $0, p, one, off;
+"""  # lop3 0x6a: (p & mask) ^ magic
+_WORDS_FLOAT8 = """
+    .reg .b32 p;
+    .reg .b16 low, high;
+    prmt.b32 p, $1, 0, {bytes};
+    mov.b32 {{low, high}}, p;
+    cvt.rn.f16x2.{kind} $0, low;
+"""
+_WORD_BYTES = ("0x4240", "0x4341")
+_WORD_NIBBLES = {  # of a byte: mask, 1024 + half the range, scale, what to subtract
+    0: ("0x000f000f", "0x64086408", "0x3c003c00", "0xe408e408"),
+    1: ("0x00f000f0", "0x64806480", "0x2c002c00", "0xd480d480"),
+}
+
+
+def _int8_words(plane: int) -> str:
+    return _WORDS_INT8.format(bytes=_WORD_BYTES[plane])
+
+
+def _int4_words(plane: int) -> str:
+    mask, magic, one, off = _WORD_NIBBLES[plane % 2]
+    shift = 8 * (plane // 2)
+    return _WORDS_INT4.format(mask=mask, magic=magic, one=one, off=off, shift=shift)
+
+
+def _float8_words(kind: str) -> Callable[[int], str]:
+    bytes_ = ("0x4420", "0x4431")
+    return lambda plane: _WORDS_FLOAT8.format(bytes=bytes_[plane], kind=kind)
+
+
+# --- PTX for Triton, by bytes -----------------------------------------------------------------
+
+# Four bytes in $2, the low or high nibble of each to two pairs of 16-bit floats, $0 and $1.
+_NIBBLES_INT4 = """
+    .reg .b32 p, a, b, one, off;
+    mov.b32 one, {one}; mov.b32 off, {off};
+    shr.u32 p, $2, {shift};
+    prmt.b32 a, p, 0, 0x4140;
+    prmt.b32 b, p, 0, 0x4342;
+    lop3.b32 a, a, 0x000f000f, {magic}, 0x6a;
+    lop3.b32 b, b, 0x000f000f, {magic}, 0x6a;
+    fma.rn.{kind} $0, a, one, off;
+    fma.rn.{kind} $1, b, one, off;
+"""  # lop3 0x6a: (a & mask) ^ magic
+# A nibble u in the low mantissa bits of 128 (bfloat16) or 1024 (float16) is 128 + u: the
+# offset is subtracted again. Signed codes flip their sign bit, which adds 8.
+_NIBBLES = {
+    "bfloat16": ("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308"),
+    "float16": ("f16x2", "0x3c003c00", "0xe408e408", "0x64086408"),
+}
+
+# The same by a table of 16 values: their low bytes in l0 .. l3, their high bytes in h0 .. h3.
+_NIBBLES_TABLE = """
+    .reg .b32 s, t, m, x, y, l, h;
+    shr.u32 s, $2, {shift};
+    and.b32 s, s, 0x0f0f0f0f;
+    shr.u32 t, s, 4;
+    or.b32 t, s, t;
+    prmt.b32 t, t, 0, 0x4420;
+    and.b32 t, t, 0x7777;
+    shl.b32 m, s, 4;
+    prmt.b32 m, m, 0, 0xba98;
+    prmt.b32 x, l0, l1, t;
+    prmt.b32 y, l2, l3, t;
+    lop3.b32 l, m, y, x, 0xca;
+    prmt.b32 x, h0, h1, t;
+    prmt.b32 y, h2, h3, t;
+    lop3.b32 h, m, y, x, 0xca;
+    prmt.b32 $0, l, h, 0x5140;
+    prmt.b32 $1, l, h, 0x7362;
+"""  # lop3 0xca: m ? y : x
+
+
+# Four signed bytes in $4 to float32: 128 + b in the low bits of 2^23, subtracted again.
+_BYTES_INT8 = """
+    .reg .b32 p, a, b, c, d;
+    xor.b32 p, $4, 0x80808080;
+    prmt.b32 a, p, 0x4b000000, 0x7440;
+    prmt.b32 b, p, 0x4b000000, 0x7441;
+    prmt.b32 c, p, 0x4b000000, 0x7442;
+    prmt.b32 d, p, 0x4b000000, 0x7443;
+    sub.f32 $0, a, 0f4B000080;
+    sub.f32 $1, b, 0f4B000080;
+    sub.f32 $2, c, 0f4B000080;
+    sub.f32 $3, d, 0f4B000080;
+"""
+
+
+def _int4_nibbles(fmt: Format, dtype: np.dtype, shift: int) -> str:
+    kind, one, off, magic = _NIBBLES[dtype.name]
+    return _NIBBLES_INT4.format(kind=kind, one=one, off=off, magic=magic, shift=shift)
+
+
+def _table_nibbles(fmt: Format, dtype: np.dtype, shift: int) -> str:
+    bits = np.asarray(fmt.table, np.float32).astype(dtype).view(np.uint16)
+    parts = {"l": (bits & 255).astype(np.uint8), "h": (bits >> 8).astype(np.uint8)}
+    words = {
+        f"{k}{i}": w for k, v in parts.items() for i, w in enumerate(v.view("<u4"))
+    }
+    regs = f".reg .b32 {', '.join(words)};"
+    load = "".join(f"mov.b32 {name}, 0x{word:08x};" for name, word in words.items())
+    return regs + load + _NIBBLES_TABLE.format(shift=shift)
+
+
+# --- PTX for Hopper, by two rows; hopper/decoding.py says what $0 to $6 are -------------------
+
+# Bodies find in `p` two codes of a row in its lower half, and those of the next row above.
+
+_ROWS_INT4 = """
+    .reg .b32 q;
+    lop3.b32 q, p, 0x00f000f0, 0x00800080, 0x6a;
+    lop3.b32 p, p, 0x000f000f, 0x00080008, 0x6a;
+    fma.rn.bf16x2 $0, p, $3, $4;
+    fma.rn.bf16x2 $1, q, $5, $6;
+"""  # lop3 0x6a: (a & b) ^ c
+
+_ROWS_INT8 = """
+    .reg .b32 q;
+    shr.u32 q, p, 8;
+    lop3.b32 p, p, 0x00ff00ff, 0x00800080, 0x6a;
+    lop3.b32 q, q, 0x00ff00ff, 0x00800080, 0x6a;
+    fma.rn.bf16x2 $0, p, $3, $4;
+    fma.rn.bf16x2 $1, q, $5, $6;
+"""
+
+# By float16, which holds either float8, and float32. e5m2 is the upper byte of a float16.
+_ROWS_E4M3 = """
+    .reg .b32 q; .reg .b16 a, b, c, d; .reg .f32 x, y;
+    mov.b32 {a, b}, p;
+    cvt.rn.f16x2.e4m3x2 p, a;
+    cvt.rn.f16x2.e4m3x2 q, b;
+    mov.b32 {a, b}, p;
+    mov.b32 {c, d}, q;
+    cvt.f32.f16 x, a; cvt.f32.f16 y, c;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.f32.f16 x, b; cvt.f32.f16 y, d;
+    cvt.rn.bf16x2.f32 $1, y, x;
+"""
+_ROWS_E5M2 = """
+    .reg .b32 q; .reg .b16 a, b, c, d; .reg .f32 x, y;
+    and.b32 q, p, 0xff00ff00;
+    shl.b32 p, p, 8;
+    and.b32 p, p, 0xff00ff00;
+    mov.b32 {a, b}, p;
+    mov.b32 {c, d}, q;
+    cvt.f32.f16 x, a; cvt.f32.f16 y, b;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.f32.f16 x, c; cvt.f32.f16 y, d;
+    cvt.rn.bf16x2.f32 $1, y, x;
+"""
+
+# Two codes are the row of a table of pairs in shared memory: 256 rows of 32 words, one for each
+# lane, so that no two lanes want the same bank. The low nibbles of both rows are put into one
+# word and the high ones into another, which is done once for the four bytes of a word where a
+# thread wants them all.
+_ROWS_TABLE = """
+    .reg .b32 p, q, s;
+    shl.b32 s, $3, 4;
+    lop3.b32 p, $2, s, 0x0f0f0f0f, 0xe4;
+    shr.u32 s, $2, 4;
+    lop3.b32 q, s, $3, 0x0f0f0f0f, 0xe4;
+    prmt.b32 p, p, 0, $4;
+    prmt.b32 q, q, 0, $4;
+    mad.lo.u32 p, p, 128, $5;
+    mad.lo.u32 q, q, 128, $5;
+    ld.shared.b32 $0, [p];
+    ld.shared.b32 $1, [q];
+"""  # lop3 0xe4: c ? a : b
+
+# --- the table --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """How one container of codes is decoded; None for a kind of kernel that cannot."""
+
+    plain: Callable  # bytes in int8 -> a tuple of planes
+    words: Callable[[int], str] | None = None  # of the number of a plane
+    nibbles: Callable[[Format, np.dtype, int], str] | None = (
+        None  # to a dtype, by a shift
+    )
+    floats: str | None = None  # PTX for Triton: four bytes -> four float32
+    rows: str | None = None
+    units: tuple[int, ...] = ()  # of an integer's bits in $0 and in $1; () for others
+
+
+TABLE_OF_16 = "a table of 16"
+DECODERS = {
+    "int8": Decoder(
+        lambda p: (p,), _int8_words, floats=_BYTES_INT8, rows=_ROWS_INT8, units=(1, 1)
+    ),
+    "float8_e4m3fn": Decoder(lambda p: (_e4m3(p),), _float8_words("e4m3x2"), rows=_ROWS_E4M3),
+    "float8_e5m2": Decoder(lambda p: (_e5m2(p),), _float8_words("e5m2x2"), rows=_ROWS_E5M2),
+    "int4": Decoder(
+        _signed_nibbles, _int4_words, _int4_nibbles, rows=_ROWS_INT4, units=(1, 16)
+    ),
+    TABLE_OF_16: Decoder(_nibbles, nibbles=_table_nibbles, rows=_ROWS_TABLE),
+    "uint8": Decoder(lambda p: (_unsigned(p),)),
+    "uint4": Decoder(_nibbles),
+    "float4_e2m1fn": Decoder(lambda p: tuple(map(_e2m1, _nibbles(p)))),
+}  # fmt: skip
+
+
+def decoder(fmt: Format) -> Decoder | None:
+    """The row that decodes a format; None if there is none."""
+    if fmt.table is None:
+        return DECODERS.get(fmt.dtype.name)
+    return DECODERS[TABLE_OF_16] if len(fmt.table) == 16 else None
+
+
+def formats(kind: str) -> tuple[str, ...]:
+    """The formats that a kind of kernel takes: those whose row fills this column, and that
+    ask for no tile and no rounding of scales.
+
+    >>> formats("rows")
+    ('int8', 'float8_e4m3fn', 'float8_e5m2', 'int4', 'nf4')
+    """
+    rows = [row for row in DECODERS.values() if getattr(row, kind) is not None]
+    return tuple(
+        fmt.name
+        for row in rows
+        for fmt in FORMATS.values()
+        if decoder(fmt) is row
+        and not (fmt.tile or fmt.scale or fmt.is_emulated)
+    )  # fmt: skip
+
+
+def num_planes(fmt: Format) -> int:
+    """How many codes share a byte."""
+    return 8 // dtype_bits(fmt.dtype)
+
+
+def planes(bytes_: jax.Array, fmt: Format, dtype) -> tuple[jax.Array, ...]:
+    """The values of the codes in some bytes, exact, in `dtype`: an array for each code that
+    a byte holds."""
+    found = decoder(fmt).plain(bytes_)
+    if fmt.table is not None:
+        found = tuple(look_up(u, fmt.table) for u in found)
+    return tuple(v.astype(dtype) for v in found)
+
+
+def as_bytes(codes: jax.Array) -> jax.Array:
+    """Codes [.., N] as they lie in memory, int8 [.., N / planes]."""
+    count = 8 // dtype_bits(codes.dtype)
+    if count > 1:
+        codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
+    return lax.bitcast_convert_type(codes, jnp.int8)
