@@ -42,9 +42,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.kernels import decoding
-from midtread.kernels.decoding import as_bytes as as_bytes
 from midtread.numerics.formats import Format
 
+as_bytes = decoding.as_bytes
 TABLE = (256, 32)  # words of `pairs`, 4 bytes each
 TABLE_BYTES = 256 * 32 * 4
 
