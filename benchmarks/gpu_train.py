@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from midtread import optim
-from midtread.lm import build, roofline, settings, step
+from midtread.lm import attention, build, roofline, settings, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
@@ -84,6 +84,7 @@ def packed_batch(config: Config) -> dict:
 def train_row(config: Config, calls: int = 10) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
+    chosen = attention.describe(m, config.batch_size).split(" ")[1]
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net
@@ -112,7 +113,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
     return {
         "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
         "of bf16 peak": share, "GiB": peak / 2**30, "compile s": compile_seconds,
-        "loss": (first, float(metrics["loss"])),
+        "loss": (first, float(metrics["loss"])), "attention": chosen,
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ JAX_PLATFORMS=cuda in the environment lets the tests marked `gpu` have theirs.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # what one test compiled
 _FLAGS = {"xla_force_host_platform_device_count": 8}
 if os.environ["JAX_PLATFORMS"] == "cpu":
     _FLAGS["xla_backend_optimization_level"] = 0

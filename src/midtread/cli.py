@@ -21,11 +21,26 @@ VERBS = {
 }
 
 
+def _keep_compiled(folder: str) -> None:
+    """Programs that took a second or more to compile are kept for the next command, unless
+    JAX's own settings say where, or that they are not."""
+    import pathlib
+
+    import jax
+
+    if not folder or jax.config.jax_compilation_cache_dir:
+        return
+    if jax.config.jax_enable_compilation_cache:
+        place = pathlib.Path(folder).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(place))
+
+
 def _train(words: Sequence[str]) -> None:
     from midtread.lm import processes, settings
     from midtread.lm.train import train
 
     config = settings.load(words)
+    _keep_compiled(config.jax_cache_dir)
     processes.start()
     try:
         with processes.witness():
@@ -79,6 +94,7 @@ def _generate(words: Sequence[str]) -> None:
     terminal, found = Terminal(), settings.load_checkpoints(words)
     require(len(found) == 1, "generate takes one checkpoint at a time.")
     ((path, config),) = found
+    _keep_compiled(config.jax_cache_dir)
     codec = tokenizer(config)
     checkpoint.require_same_tokenizer(path, codec)
     model = convert.load(config, path)
@@ -100,8 +116,9 @@ def _eval(words: Sequence[str]) -> None:
     from midtread.lm import settings
     from midtread.report.terminal import Terminal
 
-    terminal = Terminal()
-    judged = evals.evaluate(settings.load_checkpoints(words))
+    terminal, found = Terminal(), settings.load_checkpoints(words)
+    _keep_compiled(found[0][1].jax_cache_dir)
+    judged = evals.evaluate(found)
     terminal.table(*evals.COLUMNS, rows=evals.rows(judged))
     for x in judged:
         if x.steps_to_target is not None:
@@ -170,16 +187,19 @@ def _bench(words: Sequence[str]) -> None:
     from midtread.lm import bench, settings
     from midtread.report.terminal import Terminal
 
-    timed = bench.bench(settings.load(words))
-    terminal = Terminal()
+    config, terminal = settings.load(words), Terminal()
+    timed = bench.bench(config)
     terminal.table(*bench.COLUMNS, rows=bench.rows(timed))
     for x in timed:
         if x.gathered:
             terminal.say(f"{x.name}\n{x.gathered}")
+    if not config.mesh:
+        found = bench.decoding(config)
+        terminal.table(*bench.DECODING, rows=bench.decoding_rows(found))
 
 
 def _explain(words: Sequence[str]) -> None:
-    from midtread.lm import build, settings
+    from midtread.lm import attention, build, settings
     from midtread.lm import model as models
     from midtread.lm.config import Model, section
 
@@ -188,6 +208,7 @@ def _explain(words: Sequence[str]) -> None:
     print(f"quantization: {build.mode(config)}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
+    print(attention.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
+from midtread import cli
 from midtread.lm import attention, blockwise, settings
 from midtread.lm import cache as kv
 from midtread.lm import model as models
@@ -133,6 +134,28 @@ def test_a_layer_keeps_the_output_and_runs_once():
     assert loops(models.POLICIES["minimal"]) < loops(None)
 
 
+def test_a_librarys_kernel_runs_once(key):
+    """Its residuals have names: values and gradients are the same, the forward is not run
+    again under remat_policy=minimal."""
+
+    def of_jax(call):
+        mask = call.seen.mask(call.k.shape[1])[:, None]
+        return jax.nn.dot_product_attention(call.q, call.k, call.v, mask=mask)
+
+    (q, k, v, g), seen, _ = example(key, "all")
+    policy = models.POLICIES["minimal"]
+
+    def gradients(run):
+        of = lambda q, k, v: jnp.sum(run(Call(q, k, v, seen, 8**-0.5)) * g)
+        return jax.grad(jax.checkpoint(of, policy=policy), (0, 1, 2))
+
+    plain, kept = gradients(of_jax), gradients(attention._kept(of_jax))
+    for a, b in zip(jax.jit(plain)(q, k, v), jax.jit(kept)(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    dots = lambda fn: str(jax.make_jaxpr(fn)(q, k, v)).count(" dot_general[")
+    assert dots(kept) < dots(plain)
+
+
 def call(key, T, dtype=jnp.bfloat16, **how):
     q = jnp.ones((1, T, 2, 64), dtype)
     seen = seen_by(Place(jnp.arange(T)[None]), window=how.pop("window", None))
@@ -144,6 +167,13 @@ def test_the_first_that_can_is_taken(key):
     assert name == "plain" and "not an NVIDIA GPU" in refusals["cudnn"]
     name, refusals = attention.choose_for(call(key, 1024))
     assert name == "blockwise" and "1024 x 1024" in refusals["plain"]
+
+
+def test_explain_says_which(capsys):
+    assert cli.main(["explain", "tiny", "max_target_length=1024"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("attention: blockwise (decode: it is for one query")
+    assert "cudnn: the device is" in said and "plain: logits of 1024 x 1024" in said
 
 
 def test_a_wish_that_cannot_be_met_says_why(key):

@@ -391,6 +391,7 @@ def test_bench_compares_with_float(capsys):
     assert cli.main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "bfloat16" in out and "int8w" in out and "peak bytes" in out
+    assert "TFLOP/s" in out and "decoding" in out
 
 
 def test_layers_in_a_list_are_the_same_model(key):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import choose, wanted
 from midtread.lm import blockwise, rope
@@ -321,6 +322,34 @@ def _as_wide_as_keys(call: Call) -> Call:
     return dataclasses.replace(call, v=v)
 
 
+def _kept(run: Callable[[Call], jax.Array]) -> Callable[[Call], jax.Array]:
+    """`run`, whose output and residuals a remat policy can save (`blockwise.SAVED`).
+
+    A library's kernel has its own custom_vjp, and what that keeps has no name: under remat
+    it would run forward twice.
+    """
+    name = lambda x: checkpoint_name(x, blockwise.SAVED[0])
+
+    def wrapper(call: Call) -> jax.Array:
+        call, seen = call.restored(), call.seen
+
+        def of(q, k, v, first, stop):
+            ranges = dataclasses.replace(seen, first=first, stop=stop)
+            return run(dataclasses.replace(call, q=q, k=k, v=v, seen=ranges))
+
+        def forward(q, k, v, first, stop):
+            out, pull = jax.vjp(lambda q, k, v: of(q, k, v, first, stop), q, k, v)
+            saved = name(out)
+            return saved, jax.tree.map(lambda x: saved if x is out else name(x), pull)
+
+        backward = lambda pull, g: (*pull(g), None, None)
+        kept = jax.custom_vjp(of)
+        kept.defvjp(forward, backward)
+        return kept(call.q, call.k, call.v, seen.first, seen.stop)
+
+    return wrapper
+
+
 def _why_not_tokamax(call: Call) -> str | None:
     reason = wanted.why_no_gpu(hopper=True) or _why_not_flash(call)
     if reason is not None:
@@ -334,6 +363,7 @@ def _why_not_tokamax(call: Call) -> str | None:
     return _why_it_fails(_tokamax, call)
 
 
+@_kept
 @disable_interceptions
 def _tokamax(call: Call) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]
@@ -370,6 +400,7 @@ def _why_not_cudnn(call: Call) -> str | None:
     return _why_it_fails(_cudnn, call)
 
 
+@_kept
 @disable_interceptions
 def _cudnn(call: Call) -> jax.Array:
     call, seen, width = call.restored(), call.seen, call.v.shape[-1]
@@ -413,6 +444,27 @@ IMPLEMENTATIONS = {
     "plain": Implementation(_why_not_plain, plain),
     "blockwise": Implementation(_why_not_blockwise, _blockwise),
 }
+
+
+def describe(m: Model, batch: int) -> str:
+    """What computes attention of a training step here, and why what is tried before does
+    not, in one line."""
+    T, K = m.max_target_length, m.num_kv_heads
+    widths = m.head_dim, m.head_dim
+    if m.attention_type == "mla":
+        widths = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
+        K = m.num_query_heads
+    of = lambda heads, width: jax.ShapeDtypeStruct(
+        (batch, T, heads, width), jnp.dtype(m.dtype)
+    )
+    place = jax.ShapeDtypeStruct((batch, T), jnp.int32)
+    seen: Any = Seen(place, place, is_causal=True, is_packed=True)
+    arrays: Any = of(m.num_query_heads, widths[0]), of(K, widths[0]), of(K, widths[1])
+    sinks: Any = jnp.zeros(m.num_query_heads) if m.attention_sink else None
+    call = Call(*arrays, seen, 1.0, m.attn_logits_soft_cap or None, sinks)
+    name, refusals = choose_for(call, m.attention)
+    reasons = "; ".join(f"{other}: {why}" for other, why in refusals.items())
+    return f"attention: {name or 'none'}" + (f" ({reasons})" if reasons else "")
 
 
 # --- modules ----------------------------------------------------------------------------------

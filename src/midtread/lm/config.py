@@ -41,12 +41,18 @@ class Run:
     overwrite: bool = key(False, "start over in a folder that holds another run")
     seed: int = key(0, "of weights, data order and stochastic rounding", at_least=0)
     enable_tensorboard: bool = key(False, "also write TensorBoard event files")
+    jax_cache_dir: str = key(
+        "~/.cache/midtread/jax",
+        "where the command line keeps compiled programs; '': nowhere",
+    )
+    check_memory: bool = key(
+        True, "train, bench: refuse what needs more memory than a device has"
+    )
 
 
 # keys that are paths of this machine
 LOCAL = ("base_output_directory", "load_parameters_path", "save_quantized_params_path",
-         "export_path",
-         "tokenizer_path", "quant_cfg_path")  # fmt: skip
+         "export_path", "tokenizer_path", "quant_cfg_path", "jax_cache_dir")  # fmt: skip
 # keys that only some kinds of data look at
 READS = {
     "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),

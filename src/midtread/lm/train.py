@@ -29,6 +29,8 @@ from midtread.lm import (
     data,
     processes,
     ranges,
+    roofline,
+    room,
     settings,
     step,
 )
@@ -53,7 +55,8 @@ FREE = {
     *keys(Decoding), "overwrite", "enable_tensorboard", "eval_interval", "eval_steps",
     "target_loss", "async_checkpointing", "checkpoint_period",
     "max_num_checkpoints_to_keep", "enable_checkpointing", "base_output_directory",
-    "run_name", "model_name", "remat_policy", "attention", "mesh",
+    "run_name", "model_name", "remat_policy", "attention", "mesh", "jax_cache_dir",
+    "check_memory",
 }  # fmt: skip
 MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away
 
@@ -213,6 +216,7 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     layout = layout_of(config)
     found = build.coverage(config)  # refuses what cannot be, before anything is written
     check_start(config)
+    room.require_room(config)
     splits = data.splits(config)
     codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
     folder = folder_of(config)
@@ -269,6 +273,8 @@ class Loop:
         ]
         self.batches = data.batches(splits.train, config)
         self.seconds, self.reached = 0.0, None
+        self.flops, device = roofline.model_flops(config), roofline.device_here()
+        self.peak = device and device.flops["bf16"] * jax.device_count()
         self.checkpoints = None
         if config.enable_checkpointing:
             self.checkpoints = checkpoint.Checkpoints(
@@ -304,6 +310,8 @@ class Loop:
                     self.seconds += took
                 tokens = batch["inputs"].size
                 line |= {"step_seconds": took, "tokens_per_second": tokens / took}
+                if self.peak:
+                    line["utilization"] = self.flops / took / self.peak
                 done = number + 1 == config.steps
                 due = config.eval_interval and (number + 1) % config.eval_interval == 0
                 if done or due:

@@ -33,15 +33,17 @@ def _names(folders: list[pathlib.Path]) -> dict[pathlib.Path, str]:
 def _row(name: str, lines: list[dict[str, Any]]) -> tuple[str, ...]:
     judged = [x["eval_loss"] for x in lines if "eval_loss" in x]
     loss = judged[-1] if judged else math.nan
-    rates = sorted(x["tokens_per_second"] for x in lines)
-    median = rates[len(rates) // 2] if rates else math.nan
+    middle = lambda found: sorted(found)[len(found) // 2] if found else math.nan
+    rate = middle([x["tokens_per_second"] for x in lines])
+    share = middle([x["utilization"] for x in lines if "utilization" in x])
     return (
         name,
         f"{lines[-1]['step'] + 1}" if lines else "-",
         f"{lines[-1]['loss']:.4f}" if lines else "-",
         f"{loss:.4f}",
         f"{math.exp(loss):.3f}" if loss < 50 else "-",
-        f"{median:,.0f}",
+        f"{rate:,.0f}",
+        "-" if math.isnan(share) else f"{100 * share:.1f}%",
     )
 
 
@@ -58,7 +60,8 @@ def of_runs(
     if curves:
         below = next(((x.columns, x.rows) for x in extra if x.rows), None)
         plot.png(curves, path.parent / "loss.png", below)
-        columns = ("run", "steps", "loss", "held-out loss", "perplexity", "tokens/s")
+        columns = ("run", "steps", "loss", "held-out loss", "perplexity", "tokens/s",
+                   "of peak")  # fmt: skip
         rows = tuple(_row(name, lines) for name, lines in curves.items())
         sections.append(html.Section("Loss", picture=plot.svg(curves)))
         sections.append(html.Section("Runs", columns=columns, rows=rows))

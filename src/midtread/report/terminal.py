@@ -91,4 +91,6 @@ def _now(line: dict[str, Any]) -> str:
         f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s  "
         f"{1000 * line['step_seconds']:.0f} ms/step"
     )
+    if "utilization" in line:
+        text += f"  {100 * line['utilization']:.1f}% of peak"
     return text + (f"  eval {line['eval_loss']:.4f}" if "eval_loss" in line else "")

@@ -1,0 +1,125 @@
+"""Room: whether a run fits into its devices, asked before anything is allocated.
+
+What a step needs comes from shapes (`lm/memory.py`), what a device has from the device: a
+GPU says its limit, a CPU's devices share what the system has left. A run that does not fit
+is refused in one line, with the numbers and with the keys that would help, each with what it
+saves. Activations take a trace of the model to count, so they are counted only where a bound
+that is easily found leaves a doubt.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+
+from midtread.lm import memory
+from midtread.lm import mesh as meshes
+from midtread.lm.config import Config, UsageError
+from midtread.model.coverage import human
+
+# keys that need less, and what may be written for them
+HELP = [
+    {"optimizer_states": "int8"},
+    {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"},
+]
+
+
+def bytes_here() -> int | None:
+    """Bytes that one of this machine's devices has for a run; None if it does not say."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return None
+    return _available() // jax.local_device_count()
+
+
+def _available() -> int:
+    """Bytes of memory that the system can still give."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":") for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**62
+
+
+def require_room(config: Config, limit: int | None = None) -> None:
+    """Refuses a training run that needs more memory than its devices have.
+
+    Args:
+        limit: bytes of a device; None: asks it.
+    """
+    limit = bytes_here() if limit is None else limit
+    if not config.check_memory or limit is None:
+        return
+    on = meshes.sizes(config.mesh, jax.device_count())
+    least = _static(config, on)
+    if least + _at_most(config, on) <= limit:
+        return
+    need = least if least > limit else memory.model(config, on).total
+    if need <= limit:
+        return
+    raise UsageError(_refusal(config, on, need, limit))
+
+
+def _static(config: Config, on: Mapping[str, int]) -> int:
+    """Parameters, gradients and the optimizer: what is there whatever the batch is."""
+    here = held = 0
+    for path, var in memory.weights_of(config):
+        w = memory.Weight(config, on, path, var)
+        here, held = here + w.here, held + w.here * w.itemsize
+    return 2 * held + int(here * memory.optimizer_bytes(config))
+
+
+def _at_most(config: Config, on: Mapping[str, int]) -> int:
+    """No fewer bytes than activations take: every array of a layer, four bytes each, kept."""
+    ways = math.prod(on[a] for a in meshes.BATCH)
+    tokens = config.batch_size * config.max_target_length // ways
+    heads = config.num_query_heads * max(
+        config.head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
+    )
+    inner = config.mlp_dim
+    if config.num_experts > 1:
+        experts = config.num_experts_per_tok + config.shared_experts
+        inner = max(inner, experts * config.moe_mlp_dim)
+    wide = 16 * config.emb_dim + 16 * heads + 8 * inner
+    logits = config.num_query_heads * min(config.max_target_length, 512)
+    layers = config.num_decoder_layers + config.mtp_num_layers
+    per_token = 4 * layers * (wide + 3 * logits)
+    return tokens * (per_token + 12 * min(config.vocab_size, 2**27 // tokens + 1))
+
+
+def _refusal(config: Config, on: Mapping[str, int], need: int, limit: int) -> str:
+    moments = memory.optimizer_bytes(config)
+    static = _static(config, on)
+    size = lambda n: human(n, "B")
+    parts = f"{size(static)} for parameters, gradients and the optimizer"
+    if need > static:
+        parts += f", {size(need - static)} for activations"
+    helps = [
+        f"{' '.join(f'{k}={v}' for k, v in keys.items())} (-{size(saved)})"
+        for keys in HELP
+        if (saved := static - _with(config, on, keys)) > 0
+    ]
+    if need > static:
+        if config.remat_policy != "full":
+            helps.append("remat_policy=full")
+        helps.append(
+            f"a smaller batch_size than {config.batch_size}, or max_target_length"
+        )
+    helps.append("mesh=fsdp:-1 with more devices")
+    device = jax.local_devices()[0].device_kind
+    return (
+        f"a step needs {size(need)} on each device ({parts}; {moments:.1f} bytes of moments "
+        f"a parameter), and {device} has {size(limit)}. What would help: "
+        f"{'; '.join(helps)}; check_memory=false tries all the same."
+    )
+
+
+def _with(config: Config, on: Mapping[str, int], keys: dict[str, str]) -> int:
+    if all(getattr(config, k) == v for k, v in keys.items()):
+        return _static(config, on)
+    return _static(dataclasses.replace(config, **keys), on)
