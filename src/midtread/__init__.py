@@ -16,6 +16,7 @@ zero. The tour, from the inside out:
       DelayedFp8Provider  train it in fp8 with scales from earlier steps
       LoraProvider        fine-tune it through adapters, over quantized weights or not
       OdmlQatProvider     train it for a phone; interop.litert writes the file
+    calibrate           a float model and data in, a quantized model out: GPTQ and others
     explain             what a provider does to a model, op by op, before it is run
     prove               what the compiled program does, and in which dtypes
 
@@ -25,6 +26,9 @@ zero. The tour, from the inside out:
 (2, 64)
 """
 
+from midtread.algorithms.calibrate import Calibrated as Calibrated
+from midtread.algorithms.calibrate import CalibrationOptions as CalibrationOptions
+from midtread.algorithms.calibrate import calibrate as calibrate
 from midtread.model.boxes import WithAux as WithAux
 from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat

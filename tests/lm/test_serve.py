@@ -19,7 +19,7 @@ from midtread import cli
 from midtread.interop import orbax as interop
 from midtread.kernels.decode_attention import triton as attention
 from midtread.kernels.wanted import implementation
-from midtread.lm import build, cache, convert, data, model, settings
+from midtread.lm import build, cache, calibrate, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.decode import Sampling, choose
 from midtread.lm.generate import generate
@@ -63,6 +63,24 @@ def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     np.testing.assert_array_equal(
         call(stored, tokens).logits, call(in_memory, tokens).logits
     )
+
+
+def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path):
+    words = [run, "quantization=int4w", "algorithm=gptq", "calibration_batches=2"]
+    words += [f"save_quantized_params_path={tmp_path / 'q'}"]
+    assert cli.main(["quantize", *words]) == 0
+    assert "weights by gptq" in (tmp_path / "q" / "calibration.txt").read_text()
+    assert not (tmp_path / "q.solved").exists()
+    ((_, own),) = settings.load_checkpoints([str(tmp_path / "q")])
+    ((_, config),) = settings.load_checkpoints(words)
+    floats = convert.load(dataclasses.replace(config, quantization=""), run)
+    made, report = calibrate.calibrated(config, floats, tmp_path / "again", print)
+    tokens = jnp.arange(8)[None]
+    stored = convert.load(own, str(tmp_path / "q"))
+    np.testing.assert_array_equal(
+        call(stored, tokens).logits, call(made, tokens).logits
+    )
+    assert all(row.cost < row.rounded for row in report.rows)
 
 
 def test_an_fp8_weight_is_served_as_it_is_trained():
@@ -216,6 +234,14 @@ WRONG = {
             "tokenizer_path={run}/t.json",
         ],
         "trained with another tokenizer (byte)",
+    ),
+    "an algorithm that is none": (
+        ["quantize", "{run}", "quantization=int4w", "algorithm=gptqq"],
+        "Did you mean 'gptq'?",
+    ),
+    "factors of inputs": (
+        ["quantize", "{run}", "quantization=int4w", "algorithm=awq,gptq"],
+        "checkpoints have no place for",
     ),
     "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),
 }

@@ -406,6 +406,12 @@ class Decoding:
     export_path: str = key(
         "", "export: where to; unset: beside the run, as <run>-<format>"
     )
+    algorithm: str = key(
+        "", "quantize: how codes are found, gptq or correct,gptq say; unset: rounded"
+    )
+    calibration_batches: int = key(
+        32, "quantize: batches of the training split that `algorithm` sees", at_least=1
+    )
     save_quantized_params_path: str = key(
         "", "quantize: where to; unset: beside the run, as <run_name>-<quantization>"
     )

@@ -101,7 +101,11 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     """Writes the quantized checkpoint of `source`; its folder."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder = _check(config, source)
-    model, sizes = _from_floats(config, source)
+    solved = folder.with_name(f"{folder.name}.solved")  # so far, if killed
+    if config.algorithm:
+        model, sizes, report = _calibrated(config, source, solved, say)
+    else:
+        (model, sizes), report = _from_floats(config, source), None
     partial = folder.with_name(f"{folder.name}.partial")  # until it is whole
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -115,9 +119,12 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     interop.save(partial / "params", model)
     sizes["bytes_on_disk"] = checkpoint.nbytes(partial / "params")
     (partial / FILE).write_text(json.dumps(sizes, indent=1))
+    if report is not None:
+        (partial / "calibration.txt").write_text(f"{report}\n")
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
+    shutil.rmtree(solved, ignore_errors=True)
     say(
         f"{folder}: {sizes['bytes']:,} bytes of weights instead of "
         f"{sizes['float_bytes']:,} ({sizes['bytes_on_disk']:,} on disk)"
@@ -164,6 +171,20 @@ def _from_floats(config: Config, source: str) -> tuple[nnx.Module, dict[str, Any
     nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(made))
     sizes = {"source": source, "float_bytes": before, "bytes": nbytes(made)}
     return nnx.merge(graph, params, rest), sizes
+
+
+def _calibrated(config: Config, source: str, folder: pathlib.Path, say):
+    """The model to serve, solved for from data; its bytes; what that was worth."""
+    from midtread.lm.calibrate import calibrated
+
+    floats = models.abstract(section(config, Model))
+    state = nnx.state(floats, nnx.Param)
+    nnx.update(floats, checkpoint.load_weights(source, state))
+    before = sum(x.nbytes for x in jax.tree.leaves(nnx.state(floats, nnx.Param)))
+    model, report = calibrated(config, floats, folder, say)
+    after = nbytes(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    sizes = {"source": source, "float_bytes": before, "bytes": after}
+    return model, sizes, report
 
 
 def read_one(source: str, path: tuple, shape: Any) -> jax.Array:

@@ -296,7 +296,7 @@ def quantize_to_range(
         views.pad_to(x, padded), spec.format, scales.scale, scales.zero_point,
         spec.rounding, noise,
     )  # fmt: skip
-    return _store_scale(q.replace(logical=logical), spec, scales.global_scale)
+    return store_scale(q.replace(logical=logical), spec, scales.global_scale)
 
 
 def quantize_to_scale(
@@ -340,7 +340,7 @@ def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
     return tuple(p if s != 1 else n for n, p, s in zip(shape, padded, counts))
 
 
-def _store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
+def store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
     """The scale in the dtype asked for; in e4m3 the tensor level stands apart."""
     if spec.scale_dtype is None:
         return q

@@ -1,0 +1,17 @@
+"""Algorithms: from float weights and some data to codes that keep the model's quality.
+
+Each is a pair of pure functions: what it needs to know of a running model is collected,
+and one weight at a time is solved for, given what was collected.
+
+    program.py    the model as a straight-line program whose weights and inputs are marked
+    collect.py    what is collected: second moments of inputs, weighted by what reaches the loss
+    weight.py     a weight of any contraction as a stack of matrices
+    clip.py       scales by least weighted error
+    gptq.py       codes by error feedback, then descent on codes and scales
+    correct.py    targets that make up for errors of earlier layers, and biases
+    smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
+    hqq.py        zero points and scales without data
+    learn_rounding.py    codes by gradient descent on the output
+    calibrate.py  all of it: float model and data in, quantized model out
+    search.py     which layer hurts, and which format each should have
+"""

@@ -1,0 +1,651 @@
+"""Calibrate: a float model and some data in, a quantized model out.
+
+    made = mt.calibrate(model, mt.PtqProvider(rules), batches, algorithms=["gptq"])
+    made.model(x);  print(made.report)
+
+What is quantized, and to which formats, is said by the provider's rules, as in
+`quantize_model`; which codes stand for a weight is found by the algorithms, from data:
+
+    1. the model is traced (program.py) and cut into stages between layers
+    2. the gradients of a loss say how much every token counts at every layer (collect.py)
+    3. stage by stage, batches run to the inputs of the next layers, statistics of those are
+       gathered, and every weight there is solved for. What runs on to the next stage are the
+       codes, so that later layers see, and make up for, what earlier ones did
+
+At any time there are one stage's statistics, and of every batch the arrays that later stages
+still need. With a `folder`, every solved weight is written there: a run that was killed goes
+on after the last of them, and ends with the same bits. Nothing is returned unless all is
+solved, and the model that was given stays as it was.
+
+Algorithms are named in the order in which they act on a weight:
+
+    correct    aim at the float layer's output, not the float weight    (correct.py)
+    smooth     move range from inputs to weights, for 8-bit inputs      (smooth.py)
+    awq        protect the rows that large inputs meet                  (smooth.py)
+    then one of
+    round      nearest, as `quantize_model` does
+    clip       nearest, under scales searched by weighted error         (clip.py)
+    hqq        nearest, under scales and zero points robust to outliers (hqq.py)
+    gptq       error feedback and descent, under searched scales        (gptq.py)
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from midtread.algorithms import clip, collect, correct, gptq, hqq, smooth
+from midtread.algorithms.gptq import DEFAULT, GptqOptions
+from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
+from midtread.algorithms.report import Report, Row
+from midtread.algorithms.weight import as_matrices, over_inputs
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
+from midtread.model.coverage import format_text
+from midtread.model.quantize import quantize_model
+from midtread.model.rules import did_you_mean
+from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
+from midtread.numerics.spec import Spec
+from midtread.providers.params import quantize_params, value_at
+from midtread.providers.ptq import PtqProvider
+
+BEFORE = ("correct", "smooth", "awq")
+ROUNDINGS = ("round", "clip", "hqq", "gptq")
+
+
+class Calibrated(NamedTuple):
+    """What `calibrate` returns."""
+
+    model: Any  # under the provider; of NNX with its parameters in it
+    params: Any  # of Linen: the variables to call it with
+    report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions:
+    """How `calibrate` goes about it.
+
+    Args:
+        weigh: "gradient", tokens by what reaches the loss; "none", all the same.
+        runs: into how many runs of outputs a layer is cut, each with weights and second
+            moments of its own (the heads of values, say); a layer whose outputs it does
+            not divide has one.
+        inputs: "quantized", those that the quantized layers before give, or "float".
+        correction: how much of the earlier layers' error "correct" makes up for, 0 to 1.
+        min_tokens: a weight that fewer tokens than this, times its inputs, meet is refused;
+            an expert of them takes the moments of all experts together.
+        gptq: options of GPTQ.
+        alpha: "smooth": how much of the inputs' range moves to the weights, 0 to 1.
+        offload: keep activations in host memory between stages.
+    """
+
+    weigh: str = "gradient"
+    runs: int = 1
+    inputs: str = "quantized"
+    correction: float = 0.5
+    min_tokens: float = 0.25
+    gptq: GptqOptions = DEFAULT
+    alpha: float = 0.5
+    offload: bool = False
+
+    def __post_init__(self):
+        for name, known in (
+            ("weigh", ("gradient", "none")),
+            ("inputs", ("quantized", "float")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)!r} should be one of {known}."
+                )
+
+
+_DEFAULT = CalibrationOptions()
+
+
+def calibrate(
+    model: Any,
+    provider: PtqProvider,
+    batches: Iterable[Any],
+    *,
+    algorithms: Sequence[str] = ("gptq",),
+    loss: Callable[[Any, Any], jax.Array] | None = None,
+    targets: Iterable[Any] | None = None,
+    params: Any = None,
+    method: str = "__call__",
+    options: CalibrationOptions = _DEFAULT,
+    folder: str | pathlib.Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Calibrated:
+    """Quantizes a model for serving, with codes that data says are best.
+
+    >>> from flax import nnx
+    >>> from midtread.model.rules import QuantizationRule
+    >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    >>> x = jax.random.normal(jax.random.key(0), (64, 16)) @ jnp.tri(16)
+    >>> provider = PtqProvider([QuantizationRule(weight_qtype="int4")])
+    >>> made = calibrate(model, provider, [x])
+    >>> made.model.kernel.array.qvalue.dtype
+    dtype(int4)
+    >>> bool(made.report.rows[0].cost < made.report.rows[0].rounded)
+    True
+
+    Args:
+        model: an NNX module, or a Linen one with its variables in `params`.
+        provider: says where and to which formats.
+        batches: inputs as the method takes them, each an array, a tuple of arguments or a
+            dict of keywords, all of the same shapes. All of them are kept.
+        algorithms: by name, in the order in which they act: see the first lines of
+            algorithms/calibrate.py.
+        loss: of (the model's outputs, a target), to weigh tokens by. None: how far outputs
+            move counts, whatever they are for.
+        targets: one for each batch, for the loss; None: the batches themselves.
+        params: of a Linen model: its variables, {"params": ...}.
+        method: the method that is calibrated, and runs quantized.
+        options: how it is done.
+        folder: where solved weights are kept, for a run that goes on where it was killed.
+        progress: told, line by line, what is being done; `print`, say.
+
+    Returns:
+        The quantized model, its parameters if it is of Linen, and a report.
+
+    Raises:
+        ValueError: no batches, or NaNs in them; too few tokens; rules that match nothing; an
+            algorithm that is unknown, out of order, or cannot take a contraction.
+    """
+    say = progress or (lambda line: None)
+    before, rounding = _plan(algorithms)
+    batches = list(batches)
+    _check(batches)
+    targets = batches if targets is None else list(targets)
+    if len(targets) != len(batches):
+        raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
+    started = time.time()
+    quantized, boxes = _quantize(model, provider, batches[0], params, method)
+    program, floats = trace(model, batches[0], params=params, method=method)
+    chosen = _chosen(program, boxes, rounding, before)
+    say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
+    work = _Work(program, floats, boxes, chosen, batches, before, rounding, options)
+    kept = _Kept(folder, work, algorithms, loss)
+    if work.needs_moments and options.weigh == "gradient" and not kept.is_whole:
+        work.weigh_tokens(loss, targets, say)
+    made = work.run(kept, say)
+    for path, arrays in made.items():
+        quantized = _put(quantized, path, arrays, boxes[path])
+    report = work.report(tuple(algorithms), time.time() - started)
+    if isinstance(model, nnx.Module):
+        return Calibrated(quantized, None, report)
+    return Calibrated(quantized[0], quantized[1], report)
+
+
+def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """(what acts on the float weight, how it is rounded)."""
+    if isinstance(algorithms, str):
+        algorithms = (algorithms,)
+    known = (*BEFORE, *ROUNDINGS)
+    for name in algorithms:
+        if name not in known:
+            raise ValueError(f"unknown algorithm {name!r}. {did_you_mean(name, known)}")
+    rounds = [name for name in algorithms if name in ROUNDINGS]
+    places = [known.index(name) for name in algorithms]
+    if len(rounds) > 1:
+        raise ValueError(
+            f"algorithms={list(algorithms)} round twice: keep one of {rounds}. (gptq "
+            "searches scales as clip does, by itself.)"
+        )
+    if places != sorted(set(places)):
+        raise ValueError(
+            f"algorithms={list(algorithms)} have no meaning in this order: write "
+            f"{[n for n in known if n in algorithms]}."
+        )
+    if {"smooth", "awq"} <= set(algorithms):
+        raise ValueError(
+            "smooth and awq both choose one factor per input: keep smooth where inputs are "
+            "quantized, awq where they are not."
+        )
+    before = tuple(name for name in algorithms if name in BEFORE)
+    return before, rounds[0] if rounds else "round"
+
+
+def _check(batches: list[Any]) -> None:
+    if not batches:
+        raise ValueError("calibrate got no batches: give some inputs of the model.")
+    shapes = lambda batch: [np.shape(x) for x in jax.tree.leaves(as_call(batch))]
+    for number, batch in enumerate(batches):
+        leaves = jax.tree.leaves(as_call(batch))
+        if not leaves or any(0 in np.shape(x) for x in leaves):
+            raise ValueError(f"batch {number} is empty: {shapes(batch)}.")
+        if shapes(batch) != shapes(batches[0]):
+            raise ValueError(
+                f"batch {number} has the shapes {shapes(batch)}, the first one "
+                f"{shapes(batches[0])}: drop the last batch if it is shorter."
+            )
+        for x in leaves:
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating) and not bool(
+                jnp.isfinite(x).all()
+            ):
+                raise ValueError(f"batch {number} holds numbers that are not finite.")
+
+
+def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
+    """(the model rounded to nearest, {path: box} of its quantized weights)."""
+    if not isinstance(provider, PtqProvider):
+        raise TypeError(
+            f"calibrate serves a model: give it a PtqProvider, not {provider!r}."
+        )
+    args, kwargs = as_call(batch)
+    if isinstance(model, nnx.Module):
+        made = quantize_model(model, provider, *args, methods=(method,), **kwargs)
+        found = {
+            (*path, name): flaxlib.unbox(box)
+            for path, module in nnx.iter_modules(made)
+            for name, box in vars(module).items()
+            if isinstance(box, WithAux)
+        }
+        quantized = made
+    elif isinstance(model, nn.Module):
+        if params is None or "params" not in params:
+            raise ValueError(
+                "a Linen model needs its variables: params={'params': ...}."
+            )
+        import flax
+
+        made = quantize_model(model, provider, methods=(method,))
+        init = lambda key: made.init(key, *args, method=method, **kwargs)
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        tree = quantize_params(
+            flax.core.unfreeze(flaxlib.unbox(params["params"])), shapes["params"]
+        )
+        flat = flax.traverse_util.flatten_dict(tree)
+        found = {p: box for p, box in flat.items() if isinstance(box, WithAux)}
+        quantized = (made, {**params, "params": tree})
+    else:
+        raise TypeError(
+            f"calibrate takes flax.linen and flax.nnx modules, not {type(model).__name__}."
+        )
+    text = provider.unused_rules_text()
+    if text:
+        raise ValueError(text)
+    boxes = {p: box for p, box in found.items() if isinstance(box.array, QArray)}
+    if not boxes:
+        raise ValueError("the provider's rules quantize no weight of this model.")
+    return quantized, boxes
+
+
+def _chosen(program: Program, boxes: dict, rounding: str, before) -> dict[int, Site]:
+    """{number: site} of the weights to solve for: each at its first use."""
+    by_name = {tuple(map(str, path)): path for path in boxes}
+    found: dict[int, Site] = {}
+    seen = set()
+    for number, site in enumerate(program.sites):
+        path = by_name.get(tuple(map(str, site.path)))
+        if path is None or (path, site.layer) in seen:
+            continue
+        seen.add((path, site.layer))
+        why = collect.why_not(site)
+        if why and (before or rounding == "gptq"):
+            names = [*before, *[rounding][: rounding == "gptq"]]
+            raise ValueError(
+                f"{site.name}: {names[0]} cannot take this {site.op}: {why}. Leave it out of "
+                "the rules, or calibrate with algorithms=['clip']."
+            )
+        found[number] = dataclasses.replace(site, path=path)
+    if not found:
+        raise ValueError(
+            "no quantized weight meets a contraction: only look-ups are quantized here, and "
+            "those are rounded to nearest by quantize_model."
+        )
+    return found
+
+
+class _Work:
+    """One calibration: what is known, and what is solved so far."""
+
+    def __init__(
+        self, program, floats, boxes, chosen, batches, before, rounding, options
+    ):
+        self.program: Program = program
+        self.floats, self.boxes, self.chosen = floats, boxes, chosen
+        self.batches, self.before, self.rounding = batches, before, rounding
+        self.options: CalibrationOptions = options
+        self.weights: list[dict[int, jax.Array]] = []  # of tokens: per batch and site
+        self.rows: dict[int, Row] = {}
+
+    @property
+    def needs_moments(self) -> bool:
+        return bool(self.before) or self.rounding in ("gptq", "clip")
+
+    @property
+    def needs_floats(self) -> bool:
+        return "correct" in self.before
+
+    def groups(self, site: Site) -> int:
+        outputs = site.axes.extents(site.stored_shape)[2]
+        return self.options.runs if outputs % self.options.runs == 0 else 1
+
+    def weigh_tokens(self, loss, targets: list[Any], say) -> None:
+        groups = {n: self.groups(site) for n, site in self.chosen.items()}
+        run = collect.gradient_weights(self.program, groups, loss)
+        for number, batch in enumerate(self.batches):
+            key = jax.random.fold_in(jax.random.key(0), number)
+            found = run(self.floats, self.program.arrays(batch), targets[number], key)
+            if not all(bool(jnp.isfinite(w).all()) for w in found.values()):
+                raise ValueError(
+                    f"gradients of batch {number} are not finite: check the data and the "
+                    "loss, or weigh all tokens the same with options=mt.CalibrationOptions(weigh='none')."
+                )
+            self.weights.append(found)
+            say(f"gradients: batch {number + 1} of {len(self.batches)}")
+        # Only what tokens count relative to each other matters.
+        for n in groups:
+            mean = sum(float(w[n].mean()) for w in self.weights) / len(self.weights)
+            for w in self.weights:
+                w[n] = w[n] / mean if mean > 0 else jnp.ones_like(w[n])
+
+    # What runs.
+
+    def run(self, kept: "_Kept", say) -> dict[tuple, list[tuple[tuple, QArray]]]:
+        """{path: [(layer, codes)]} of all weights."""
+        solved: dict[int, QArray] = {}
+        shared = dict(self.program.constants)
+        for path, v in self.program.params.items():
+            shared[v] = self.floats[path]
+        envs = [
+            dict(zip(self.program.inputs, self.program.arrays(batch)))
+            for batch in self.batches
+        ]
+        floats = [dict(env) for env in envs] if self.needs_floats else []
+        for stage in stages(self.program):
+            for env in envs:
+                self._advance(stage, shared, env, solved)
+            for env in floats:
+                self._advance(stage, shared, env, None)
+            for number in stage.sites:
+                if number not in self.chosen:
+                    continue
+                solved[number], self.rows[number] = self._settle(
+                    number, kept, envs, floats, say
+                )
+            for env in (*envs, *floats):
+                for v in stage.drops:
+                    env.pop(v, None)
+        made: dict[tuple, list] = {}
+        for number, q in solved.items():
+            site = self.chosen[number]
+            made.setdefault(site.path, []).append((site.layer, q))
+        return made
+
+    def _advance(self, stage: Stage, shared, env, solved) -> None:
+        """Runs a stage on one batch: on the codes, or on floats if `solved` is None."""
+        eqns, marks = self.program.eqns, self.program.marks
+        given = {eqns[held["weight"]].outvars[0]: n for n, held in enumerate(marks)}
+        values = []
+        for v in stage.takes:
+            if v in given:
+                values.append(self._operand(given[v], solved))
+            else:
+                values.append(env[v] if v in env else shared[v])
+        outs = stage.run([jnp.asarray(x) for x in values])
+        if self.options.offload:
+            outs = jax.device_get(outs)
+        env.update(zip(stage.gives, outs))
+
+    def _operand(self, number: int, solved) -> jax.Array:
+        """The weight as the contraction takes it."""
+        site = self.program.sites[number]
+        v = self.program.eqns[self.program.marks[number]["weight"]].outvars[0]
+        same = [
+            n for n, s in self.chosen.items()
+            if (tuple(map(str, s.path)), s.layer) == (tuple(map(str, site.path)), site.layer)
+        ]  # fmt: skip
+        if solved is None or not same or self.options.inputs == "float":
+            w = self._float(site)
+        else:
+            w = dequantize(solved[same[0]]).reshape(site.stored_shape)
+        return site.as_operand(w).astype(v.aval.dtype)
+
+    def _float(self, site: Site) -> jax.Array:
+        by_name = {tuple(map(str, p)): w for p, w in self.floats.items()}
+        w = by_name[tuple(map(str, site.path))]
+        for i in site.layer:
+            w = w[i]
+        return w.reshape(site.stored_shape)
+
+    # One weight.
+
+    def _settle(self, number, kept: "_Kept", envs, floats, say) -> tuple[QArray, Row]:
+        site = self.chosen[number]
+        found = kept.read(number)
+        if found is not None:
+            say(f"{site.name}: as solved before")
+            return found
+        spec, w = self.boxes[site.path].how, self._float(site)
+        stats = self._moments(number, envs, floats) if self.needs_moments else None
+        began = time.time()
+        note = ""
+        if stats is not None:
+            stats, note = self._enough(site, stats)
+        q, cost, rounded = self._solve(site, w, spec, stats)
+        tokens = 0 if stats is None else int(stats["count"].sum())
+        text = format_text(spec.format, tuple(t for _, t in spec.tiled_axes))
+        row = Row(site.name, site.op, text, tokens, cost, rounded, note)
+        kept.write(number, q, row)
+        say(
+            f"{site.name}: error {cost:.3g}, rounded {rounded:.3g} ({time.time() - began:.1f} s)"
+        )
+        return q, row
+
+    def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
+        site, held = self.program.sites[number], self.program.marks[number]
+        x = self.program.eqns[held["input"]].invars[0]
+        sizes = self.program.eqns[held["sizes"]].outvars[0] if "sizes" in held else None
+        total = None
+        for b, env in enumerate(envs):
+            weights = self.weights[b][number] if self.weights else None
+            other = floats[b][x] if floats else None
+            total = collect.add(
+                total,
+                _jitted_moments(site, env[x], weights, sizes and env[sizes], other),
+            )
+        assert total is not None
+        if not bool(jnp.isfinite(total["H"]).all()):
+            raise ValueError(f"{site.name}: its inputs are not finite on this data.")
+        return total
+
+    def _enough(self, site: Site, stats: dict) -> tuple[dict, str]:
+        """Statistics that can be trusted, or a refusal."""
+        K = site.axes.extents(site.stored_shape)[1]
+        least = self.options.min_tokens * K
+        counts = np.asarray(stats["count"])
+        if counts.sum() < least:
+            raise ValueError(
+                f"{site.name}: {int(counts.sum())} tokens are too few for {K} inputs. Give at "
+                f"least {int(np.ceil(least))}, or set CalibrationOptions(min_tokens=...)."
+            )
+        few = (
+            [int(e) for e in np.flatnonzero(counts < least)] if len(counts) > 1 else []
+        )
+        if not few:
+            return stats, ""
+        pooled = jnp.sum(stats["H"], axis=0, keepdims=True)
+        H = stats["H"].at[jnp.array(few)].set(pooled[0])
+        note = (
+            f"experts {few} saw fewer than {int(least)} tokens: moments of all experts"
+        )
+        return {**stats, "H": H}, note
+
+    def _solve(self, site: Site, w, spec: Spec, stats) -> tuple[QArray, float, float]:
+        axes, options = site.axes, self.options
+        goal = w
+        if "correct" in self.before:
+            damping = options.gptq.damping
+            goal = correct.target(
+                w, stats["H"], stats["C"], axes, damping, options.correction
+            )
+        factors = None
+        if "smooth" in self.before:
+            factors = smooth.smooth(w, stats["largest"], axes, options.alpha)
+        elif "awq" in self.before:
+            factors = smooth.awq(goal, spec, stats["H"], axes)
+        if factors is not None:  # codes of w / factors; inputs are multiplied by them
+            spreads = over_inputs(factors, axes, w.shape)
+            goal = (goal / spreads).astype(w.dtype)
+            H = stats["H"] * factors[:, None, :, None] * factors[:, None, None, :]
+            stats = {**stats, "H": H}
+        if self.rounding == "gptq":
+            made = gptq.solve(goal, spec, stats["H"], axes, options.gptq)
+            q, cost, rounded = made
+        else:
+            if self.rounding == "clip":
+                diagonal = jnp.diagonal(stats["H"], axis1=-2, axis2=-1).mean(1)
+                q = clip.solve(goal, spec, diagonal, axes)
+            elif self.rounding == "hqq":
+                q = hqq.solve(goal, spec)
+            else:
+                q = quantize_by_spec(goal, spec)
+            cost = _cost(q, goal, stats, axes)
+            rounded = _cost(quantize_by_spec(goal, spec), goal, stats, axes)
+        if factors is not None:
+            q = q.replace(pre_scale=over_inputs(factors, axes, q.qvalue.shape))
+        return q, float(cost), float(rounded)
+
+    def report(self, algorithms: tuple[str, ...], seconds: float) -> Report:
+        rows = tuple(self.rows[n] for n in sorted(self.rows))
+        weighed = "tokens by gradient" if self.weights else "all tokens the same"
+        return Report(rows, algorithms, self.options.inputs, weighed, seconds)
+
+
+def _cost(q: QArray, w, stats, axes) -> jax.Array:
+    """The error of a layer's output, relative to the output; of the weight, without data."""
+    error = as_matrices((dequantize(q) - w).astype(jnp.float32), axes)
+    W = as_matrices(w.astype(jnp.float32), axes)
+    if stats is None:
+        return jnp.sum(jnp.square(error)) / jnp.sum(jnp.square(W))
+    H = stats["H"].mean(1)
+    return jnp.sum(error * (H @ error)) / jnp.sum(W * (H @ W))
+
+
+def _jitted_moments(site: Site, x, weights, sizes, other):
+    alike = dataclasses.replace(site, path=(), layer=(), stage=0)
+    return _moments_of(alike, x, weights, sizes, other)
+
+
+_moments_of = jax.jit(collect.moments, static_argnums=0)
+
+
+def _put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
+    """The model, or (model, variables), with solved codes at `path`."""
+    layers = [q for _, q in sorted(arrays, key=lambda pair: pair[0])]
+    depth = len(arrays[0][0])
+    if depth > 1:
+        raise ValueError(f"{path}: layers stacked twice are not calibrated.")
+    q = (
+        layers[0]
+        if not depth
+        else jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    )
+    made = WithAux(q, box.how)
+    if isinstance(quantized, nnx.Module):
+        module = value_at(quantized, path[:-1])
+        held = getattr(module, path[-1])
+        first = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]
+        boxed = jax.tree.map(lambda v: flaxlib.like(first, v), made)
+        setattr(module, path[-1], boxed)
+        return quantized
+    import flax
+
+    model, variables = quantized
+    flat = flax.traverse_util.flatten_dict(variables["params"])
+    flat[path] = made
+    return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}
+
+
+# --- going on after a kill --------------------------------------------------------------------
+
+
+class _Kept:
+    """Solved weights in a folder: one file each, whole or not there."""
+
+    def __init__(self, folder, work: _Work, algorithms, loss):
+        self.folder = None if folder is None else pathlib.Path(folder)
+        self.work = work
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = _fingerprint(work, algorithms, loss)
+        file = self.folder / "calibration.json"
+        if file.is_file() and json.loads(file.read_text()) != mine:
+            raise ValueError(
+                f"{self.folder} holds weights of another calibration (model, data, rules or "
+                "options differ): give another folder, or empty it."
+            )
+        file.write_text(json.dumps(mine))
+
+    def _file(self, number: int) -> pathlib.Path:
+        assert self.folder is not None
+        return self.folder / f"{number}.npz"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.folder is not None and all(
+            self._file(n).is_file() for n in self.work.chosen
+        )
+
+    def read(self, number: int) -> tuple[QArray, Row] | None:
+        if self.folder is None or not self._file(number).is_file():
+            return None
+        with np.load(self._file(number)) as file:
+            about = json.loads(str(file["about"]))
+            part = lambda name: jnp.asarray(
+                file[name]
+                .view(jnp.dtype(about["dtypes"][name]))
+                .reshape(about["shapes"][name])
+            )
+            parts = {name: part(name) for name in about["dtypes"]}
+        logical = about["logical"] and tuple(about["logical"])
+        q = QArray(**parts, qtype=about["qtype"], logical=logical)
+        return q, Row(**about["row"])
+
+    def write(self, number: int, q: QArray, row: Row) -> None:
+        if self.folder is None:
+            return
+        names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+        parts = {
+            n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
+        }
+        about = {
+            "dtypes": {n: p.dtype.name for n, p in parts.items()},
+            "shapes": {n: p.shape for n, p in parts.items()},
+            "qtype": q.format.name,
+            "logical": q.logical,
+            "row": dataclasses.asdict(row),
+        }
+        raw = {n: np.frombuffer(p.tobytes(), np.uint8) for n, p in parts.items()}
+        partial = self._file(number).with_suffix(".partial")
+        with partial.open("wb") as out:
+            np.savez(out, about=json.dumps(about), **raw)
+        partial.rename(self._file(number))
+
+
+def _fingerprint(work: _Work, algorithms, loss) -> dict[str, str]:
+    """What a calibration's weights depend on."""
+    digest = lambda arrays: hashlib.sha256(
+        b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
+    ).hexdigest()
+    sites = [f"{s.name} {work.boxes[s.path].how}" for s in work.chosen.values()]
+    return {
+        "weights": digest(work.floats[path] for path in sorted(work.floats)),
+        "batches": digest(x for b in work.batches for x in work.program.arrays(b)),
+        "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
+        "algorithms": ",".join(algorithms),
+        "options": str(work.options),
+        "loss": getattr(loss, "__qualname__", str(loss)),
+    }

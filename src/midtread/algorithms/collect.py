@@ -1,0 +1,231 @@
+"""Collect: what the algorithms know of the data that a layer sees.
+
+    second moments   H = sum over tokens of weight * x x^T     [E, G, K, K]
+    cross moments    C = sum of weight * x (x' - x)^T          x' of the float model
+    largest inputs   max |x_k|                                 [E, K]
+
+For a layer by itself every token has the weight 1, and the error that H measures is that of
+the layer's output. What matters is what the error does further on. To first order a change
+d of an output changes the loss by g . d, where g is the loss's gradient there; in the mean
+square over tokens that is d^T (g g^T) d, and a token counts by its |g|^2. So with a loss
+the weight of a token is the mean square of the gradient that reaches the layer's output
+there (the diagonal of the Fisher information, averaged over each of G equal runs of
+outputs: Kim et al. 2025, "GuidedQuant"). Two things follow from it by themselves. A first
+token whose inputs are huge, and which nobody attends to, no longer owns the moments of the
+values. And tokens that are easy to predict no longer count as much as those that are not.
+Gradients are those of the float model, found once; inputs are those that the quantized
+layers before give.
+
+Without a loss a random sign on every output takes its place: then what counts is how far
+an error moves the outputs, whatever they are for.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from midtread.algorithms.program import Program, Site, bind
+
+
+def token_labels(site: Site) -> tuple[str, ...]:
+    """Labels of the output that run over tokens."""
+    if site.c.name == "conv_general_dilated":
+        return tuple(x for x in site.c.out if x != "o")
+    own = (*site.labels, *site.groups)
+    return tuple(x for x in site.c.out if x not in own)
+
+
+def batch_labels(site: Site) -> tuple[str, ...]:
+    """Labels that input, weight and output share: E, where it is no expert's."""
+    return tuple(
+        site.labels[a] for a in site.axes.batch if site.labels[a] in site.c.out
+    )
+
+
+def why_not(site: Site) -> str | None:
+    """Why second moments of a site's inputs are not known, if they are not."""
+    if site.c.name != "conv_general_dilated":
+        return None
+    c: Any = site.c
+    if c.feature_groups * c.batch_groups > 1:
+        return "a convolution in groups has other inputs for every group of outputs"
+    return None
+
+
+def rows(site: Site, x: jax.Array) -> jax.Array:
+    """The inputs of a site as [B, T, K]: K as the stored weight's summed axes go."""
+    if site.c.name == "conv_general_dilated":
+        return _patches(site, x)
+    batch, tokens = batch_labels(site), token_labels(site)
+    summed = tuple(site.labels[a] for a in site.axes.summed)
+    order = [site.inputs.index(label) for label in (*batch, *tokens, *summed)]
+    x = x.transpose(order)
+    b, t = len(batch), len(batch) + len(tokens)
+    cut = [x.shape[:b], x.shape[b:t], x.shape[t:]]
+    return x.reshape([math.prod(part) for part in cut]).astype(jnp.float32)
+
+
+def _patches(site: Site, x: jax.Array) -> jax.Array:
+    """What every output position of a convolution sees, [1, T, window * channels]."""
+    c: Any = site.c
+    numbers = c.numbers
+    window = [c.rhs_shape[a] for a in numbers.rhs_spec[2:]]
+    seen = jax.lax.conv_general_dilated_patches(
+        x.astype(jnp.float32), window, c.strides, c.padding, c.lhs_dilation,
+        c.rhs_dilation, dimension_numbers=numbers,
+    )  # fmt: skip
+    channels = x.shape[numbers.lhs_spec[1]]
+    seen = jnp.moveaxis(seen, numbers.out_spec[1], -1)
+    seen = seen.reshape(-1, channels, *window)  # channels first, then the window
+    # labels of the weight: "c" for channels, others for the window in the order of rhs_spec
+    spatial = [site.c.rhs[a] for a in numbers.rhs_spec[2:]]
+    stored = [site.labels[a] for a in site.axes.summed]
+    order = [0] + [1 + ["c", *spatial].index(label) for label in stored]
+    return seen.transpose(order).reshape(1, len(seen), -1)
+
+
+def token_weights(site: Site, g: jax.Array, groups: int) -> jax.Array:
+    """[B, T, G]: mean squares of a gradient of the output, per token and run of outputs."""
+    batch, tokens = batch_labels(site), token_labels(site)
+    kept = [x for x in site.labels if x not in batch and x in site.c.out]
+    if site.c.name == "conv_general_dilated":
+        kept = ["o"]
+    order = [site.c.out.index(label) for label in (*batch, *tokens, *kept)]
+    g = g.transpose(order)
+    b, t = len(batch), len(batch) + len(tokens)
+    cut = [math.prod(part) for part in (g.shape[:b], g.shape[b:t], g.shape[t:])]
+    g = g.reshape(cut[0], cut[1], groups, -1).astype(jnp.float32)
+    return jnp.mean(jnp.square(g), axis=-1)
+
+
+def moments(
+    site: Site,
+    x: jax.Array,
+    weights: jax.Array | None,
+    sizes: jax.Array | None,
+    other: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """The statistics of one batch; those of all batches are their sums.
+
+    Args:
+        site: where.
+        x: the contraction's input.
+        weights: [B, T, G] of the tokens; None: 1 for all.
+        sizes: rows of every expert, of a ragged_dot.
+        other: the input in the float model, for cross moments.
+
+    Returns:
+        "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), and "C".
+    """
+    X = rows(site, x)
+    weights = jnp.ones((*X.shape[:2], 1)) if weights is None else weights
+    gap = None if other is None else rows(site, other) - X
+    if sizes is None:
+        weigh = lambda Y: jnp.einsum("btg,btk,btl->bgkl", weights, X, Y)
+        largest = jnp.max(jnp.abs(X), axis=1)
+        count = jnp.full(len(X), X.shape[1], jnp.float32)
+    else:  # rows of X are sorted by expert
+        ends = jnp.cumsum(sizes)
+        row = jnp.arange(X.shape[1], dtype=ends.dtype)
+        own = (row >= (ends - sizes)[:, None]) & (row < ends[:, None])  # [E, T]
+
+        def weigh(Y):
+            one = lambda mine: jnp.einsum(
+                "tg,tk,tl->gkl", weights[0] * mine[:, None], X[0], Y[0]
+            )
+            return jax.lax.map(one, own.astype(jnp.float32))
+
+        largest = jax.lax.map(
+            lambda mine: jnp.max(jnp.abs(X[0]) * mine[:, None], axis=0),
+            own.astype(jnp.float32),
+        )
+        count = sizes.astype(jnp.float32)
+    found = {"H": weigh(X), "count": count, "largest": largest}
+    return found if gap is None else {**found, "C": weigh(gap)}
+
+
+def add(a: dict[str, jax.Array] | None, b: dict[str, jax.Array]) -> dict:
+    """Statistics of two sets of batches together."""
+    if a is None:
+        return b
+    join = {"largest": jnp.maximum}
+    return {k: join.get(k, jnp.add)(a[k], b[k]) for k in b}
+
+
+# --- what reaches the loss --------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(reduce: Callable, out: jax.Array, weights: jax.Array) -> jax.Array:
+    """`out`; the gradient of `weights` is `reduce` of that of `out`."""
+    del reduce, weights
+    return out
+
+
+def _tap_forward(reduce, out, weights):
+    return _tap(reduce, out, weights), None
+
+
+def _tap_backward(reduce, _, g):
+    return g, reduce(g)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def gradient_weights(
+    program: Program,
+    chosen: dict[int, int],
+    loss: Callable[[Any, Any], jax.Array] | None,
+) -> Callable:
+    """A compiled function (parameters, arrays, target, key) -> {site: [B, T, G] weights}.
+
+    Args:
+        chosen: number of a site -> G, into how many runs its outputs are cut.
+        loss: of the model's outputs and a target; None: a random sign on every output.
+    """
+    taps = {program.marks[n]["output"]: n for n in chosen}
+
+    def value(weights, params, arrays, target, key):
+        env = dict(program.constants)
+        env |= {v: params[path] for path, v in program.params.items()}
+        env |= dict(zip(program.inputs, arrays))
+        for index, eqn in enumerate(program.eqns):
+            values = [v.val if hasattr(v, "val") else env[v] for v in eqn.invars]
+            if index in taps:
+                n = taps[index]
+                reduce = functools.partial(
+                    token_weights, program.sites[n], groups=chosen[n]
+                )
+                outs = [_tap(reduce, values[0], weights[n])]
+            else:
+                outs = bind(eqn, values)
+            env.update(zip(eqn.outvars, outs))
+        outs = [v.val if hasattr(v, "val") else env[v] for v in program.outputs]
+        if loss is not None:
+            return loss(jax.tree.unflatten(program.result, outs), target)
+        floats = [x for x in outs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        keys = jax.random.split(key, len(floats))
+        signs = [
+            jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, floats)
+        ]
+        return sum(jnp.vdot(s, x) for s, x in zip(signs, floats))
+
+    @jax.jit
+    def run(params, arrays, target, key):
+        zeros = {}
+        for n, groups in chosen.items():
+            out = program.eqns[program.marks[n]["output"]].outvars[0].aval
+            site = program.sites[n]
+            shape = jax.eval_shape(
+                functools.partial(token_weights, site, groups=groups),
+                jax.ShapeDtypeStruct(out.shape, out.dtype),
+            )
+            zeros[n] = jnp.zeros(shape.shape)
+        return jax.grad(value)(zeros, params, arrays, target, key)
+
+    return run

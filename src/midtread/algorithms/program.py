@@ -1,0 +1,490 @@
+"""Program: a model as a straight line of equations, with its weights and inputs marked.
+
+A model is traced once, on shapes, under a provider that changes nothing and marks, at every
+contraction with a parameter, the weight, the input and the output. Calls inside the trace
+are then inlined and scans over layers unrolled, so that what is left is one list of
+equations in which every layer stands by itself. From there on it does not matter whether
+the model was written in Linen or NNX, as a loop, a scan or a jitted function.
+
+    trace(...)       the list, and the `Site` of every mark
+    stages(...)      the list cut where inputs of sites come out: stage s may be run when
+                     every weight that stages before it use is settled
+    origin(...)      which parameter, or which layer of it, a marked weight is
+
+Sites whose inputs need no other site's output in between have one stage (query, key and
+value; gate and up); the sites of a stage are settled together.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from midtread.algorithms.weight import Axes
+from midtread.model import flaxlib, intercept
+from midtread.model.provider import QuantizationProvider
+from midtread.model.quantize import quantize_model, split_arrays
+from midtread.model.rules import QuantizationRule
+from midtread.model.weights import find_param, turn_of
+from midtread.numerics.dtypes import is_wide
+from midtread.ops.api import Ops
+from midtread.ops.contraction import Contraction
+from midtread.ops.einsum import in_jax_order
+from midtread.ops.engine import contract
+
+MARK = re.compile(r"midtread-(weight|input|output|sizes)-(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A contraction with a parameter, at one layer."""
+
+    path: tuple[Any, ...]  # of the parameter in the tree of parameters
+    layer: tuple[int, ...]  # indices into it, where layers are stacked in one parameter
+    op: str
+    c: Contraction
+    side: str  # of the contraction that the weight is on
+    labels: tuple[str, ...]  # of the weight's axes, as it is stored (one layer of it)
+    turn: tuple[int, ...]  # axis i of the operand is axis turn[i] of the stored weight
+    shape: tuple[int, ...]  # of the operand
+    stage: int = 0
+
+    @property
+    def name(self) -> str:
+        """'decoder/layers/mlp/wi_0/kernel[3]'."""
+        return "/".join(map(str, self.path)) + "".join(f"[{i}]" for i in self.layer)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Labels of the other operand."""
+        return self.c.rhs if self.side == "lhs" else self.c.lhs
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.c.groups(self.side)
+
+    @property
+    def axes(self) -> Axes:
+        """Of the stored weight: which are batched, summed and kept."""
+        if self.c.name == "conv_general_dilated":
+            kept = ("o",)
+            batch: tuple[str, ...] = ()
+        else:
+            kept = tuple(x for x in self.labels if x not in self.inputs)
+            kept = tuple(x for x in kept if x not in self.groups)
+            batch = tuple(
+                x for x in self.labels if x in self.inputs and x in self.c.out
+            )
+            batch = (*self.groups, *batch)
+        summed = [x for x in self.labels if x not in (*kept, *batch)]
+        at = lambda labels: tuple(self.labels.index(x) for x in labels)
+        return Axes(at(batch), at(summed), at(kept))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[self.turn.index(a)] for a in range(len(self.shape)))
+
+    def as_operand(self, stored: jax.Array) -> jax.Array:
+        """A weight as it is stored, turned as the contraction takes it."""
+        return stored.transpose(self.turn)
+
+
+class Marker(QuantizationProvider):
+    """Changes nothing; marks the weight, input and output of contractions."""
+
+    def __init__(self):
+        super().__init__([QuantizationRule()])
+        self.seen: list[dict[str, Any]] = []
+
+    def _run(self, name: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
+        self._get_current_rule_and_op_id(name)
+        if name == "einsum":
+            args = in_jax_order(*args)
+        weights = {id(a): self._turn(a) for a in args if _is_float(a)}
+        if not any(weights.values()):
+            return plain(*args, **kwargs)
+        kwargs.pop("_dot_general", None)
+        mark = functools.partial(self._mark, name, weights)
+        return getattr(Ops(mark), name)(*args, **kwargs)
+
+    def _turn(self, x: jax.Array) -> tuple[int, ...] | None:
+        """For a parameter: axis i of x is the parameter's axis [i]. None for others."""
+        module = intercept.current_module()
+        name = find_param(module, x)
+        return None if name is None else turn_of(module, name, x)
+
+    def _mark(self, op: str, weights: dict, c: Contraction, lhs, rhs) -> jax.Array:
+        sides = {"lhs": lhs, "rhs": rhs}
+        own = [side for side, x in sides.items() if weights.get(id(x)) is not None]
+        if len(own) != 1:
+            return contract(c, lhs, rhs)
+        (side,) = own
+        turn = weights[id(sides[side])]
+        number = len(self.seen)
+        if hasattr(c, "sizes"):
+            sizes = checkpoint_name(c.sizes, f"midtread-sizes-{number}")
+            c = dataclasses.replace(c, sizes=sizes)
+        for each, x in tuple(sides.items()):
+            kind = "weight" if each == side else "input"
+            sides[each] = checkpoint_name(x, f"midtread-{kind}-{number}")
+        still = dataclasses.replace(c, sizes=None) if hasattr(c, "sizes") else c
+        labels = c.labels(side)
+        self.seen.append(
+            {
+                "op": op,
+                "c": still,
+                "side": side,
+                "turn": turn,
+                "labels": tuple(labels[turn.index(a)] for a in range(len(turn))),
+                "shape": tuple(sides[side].shape),
+            }
+        )
+        out = contract(c, sides["lhs"], sides["rhs"])
+        return checkpoint_name(out, f"midtread-output-{number}")
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and hasattr(x, "ndim") and is_wide(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model's equations: `eqns` from `params` and `inputs` to `outputs`."""
+
+    eqns: tuple[Any, ...]
+    constants: dict[Any, Any]  # variable -> array
+    params: dict[tuple, Any]  # path -> variable
+    inputs: tuple[Any, ...]  # variables
+    outputs: tuple[Any, ...]  # variables or literals
+    sites: tuple[Site, ...]
+    # number of a site -> {"weight" | "input" | "output" | "sizes": index of the mark}
+    marks: tuple[dict[str, int], ...]
+    result: Any  # the tree of the outputs
+    arrays: Callable[[Any], list]  # a batch -> the arrays that `inputs` stand for
+
+
+def trace(
+    model: Any, batch: Any, *, params: Any = None, method: str = "__call__"
+) -> tuple[Program, dict[tuple, jax.Array]]:
+    """The program of a model, and its parameters by path.
+
+    Args:
+        model: an NNX module, or a Linen one with its `params`.
+        batch: what the method is called with: an array, a tuple, or a dict of keywords.
+
+    Raises:
+        ValueError: a weight is used inside a while loop, a branch or a shard_map.
+    """
+    args, kwargs = as_call(batch)
+    arrays, rebuild = split_arrays(args, kwargs)
+    marker = Marker()
+    if isinstance(model, nnx.Module):
+        graph, learned, rest = nnx.split(model, nnx.Param, ...)
+        flat = {path: flaxlib.unbox(leaf) for path, leaf in nnx.to_flat_state(learned)}
+
+        def run(flat, arrays):
+            boxes = dict(nnx.to_flat_state(learned))
+            state = nnx.from_flat_state(
+                {path: boxes[path].replace(value) for path, value in flat.items()}
+            )
+            marked = quantize_model(
+                nnx.merge(graph, state, rest), marker, *args, donate=True,
+                methods=(method,), skip_nnx_init=True, **kwargs,
+            )  # fmt: skip
+            again, named = rebuild(arrays)
+            return getattr(marked, method)(*again, **named)
+
+    elif isinstance(model, nn.Module):
+        import flax
+
+        tree = flax.core.unfreeze(flaxlib.unbox(params["params"]))
+        others = {k: v for k, v in params.items() if k != "params"}
+        flat = flax.traverse_util.flatten_dict(tree)
+
+        def run(flat, arrays):
+            marked = quantize_model(model, marker, methods=(method,))
+            again, named = rebuild(arrays)
+            held = {"params": flax.traverse_util.unflatten_dict(flat), **others}
+            return marked.apply(held, *again, method=method, **named)
+
+    else:
+        raise TypeError(
+            f"calibration takes flax.linen and flax.nnx modules, not a "
+            f"{type(model).__name__}: wrap a function in a module that holds its parameters."
+        )
+    return _program(run, flat, arrays, marker), flat
+
+
+def as_call(batch: Any) -> tuple[tuple, dict[str, Any]]:
+    """(arguments, keywords) of a batch."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def _program(run: Callable, flat: dict, arrays: list, marker: Marker) -> Program:
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(flat, arrays)
+    avals = [v.aval for v in closed.jaxpr.invars]
+    straight = jax.make_jaxpr(
+        lambda *values: _inline(closed.jaxpr, closed.consts, values)
+    )(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    jaxpr = straight.jaxpr
+    paths = sorted(flat)  # as jax flattens a dict
+    params = dict(zip(paths, jaxpr.invars[: len(paths)]))
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    marks: list[dict[str, int]] = []
+    sites: list[Site] = []
+    opened: dict[int, dict[str, int]] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name != "name" or not (m := MARK.match(eqn.params["name"])):
+            continue
+        kind, number = m[1], int(m[2])
+        opened.setdefault(number, {})[kind] = index
+        if kind == "output":  # the last one, of every layer
+            held, seen = opened.pop(number), marker.seen[number]
+            found = origin(jaxpr.eqns[held["weight"]].invars[0], made_by, params)
+            if found is not None:
+                sites.append(Site(*found, **seen))
+                marks.append(held)
+    stage = _stages(jaxpr.eqns, marks)
+    sites = [
+        dataclasses.replace(
+            site, stage=stage.get(jaxpr.eqns[held["input"]].invars[0], 0)
+        )
+        for site, held in zip(sites, marks)
+    ]
+    return Program(
+        tuple(jaxpr.eqns),
+        dict(zip(jaxpr.constvars, straight.consts)),
+        params,
+        tuple(jaxpr.invars[len(paths) :]),
+        tuple(jaxpr.outvars),
+        tuple(sites),
+        tuple(marks),
+        jax.tree.structure(shape),
+        lambda batch: jax.tree.leaves(split_arrays(*as_call(batch))[0]),
+    )
+
+
+# --- one straight line ------------------------------------------------------------------------
+
+INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
+
+
+def _inline(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr; what holds marks is not called but written out."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
+    read = lambda v: v.val if hasattr(v, "val") else env[v]
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        inner = _marked_body(eqn)
+        name = eqn.primitive.name
+        if inner is None:
+            outs = bind(eqn, values)
+        elif name == "scan":
+            outs = _unroll(eqn, inner, values)
+        elif name in INLINED:
+            body, own = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            outs = _inline(body, own, values)
+        else:
+            raise ValueError(
+                f"a weight is used inside of {name!r}, where calibration cannot follow. "
+                "Run layers in a Python loop or a scan to calibrate the model."
+            )
+        env.update(zip(eqn.outvars, outs))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """The results of one equation."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    outs = eqn.primitive.bind(*functions, *values, **params)
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def _marked_body(eqn: Any) -> Any:
+    """The jaxpr inside an equation that holds marks, or None."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(inner, "eqns") and _holds_marks(getattr(inner, "jaxpr", inner)):
+                return inner
+    return None
+
+
+def _holds_marks(jaxpr: Any) -> bool:
+    return any(
+        (e.primitive.name == "name" and MARK.match(e.params["name"]))
+        or _marked_body(e) is not None
+        for e in jaxpr.eqns
+    )
+
+
+def _unroll(eqn: Any, inner: Any, values: Sequence[Any]) -> list[Any]:
+    p = eqn.params
+    fixed, carried = p["num_consts"], p["num_carry"]
+    consts = values[:fixed]
+    carry, stacked = values[fixed : fixed + carried], values[fixed + carried :]
+    turns = range(p["length"])
+    made = []
+    for i in reversed(turns) if p["reverse"] else turns:
+        here = [jax.lax.index_in_dim(x, i, 0, keepdims=False) for x in stacked]
+        outs = _inline(inner.jaxpr, inner.consts, [*consts, *carry, *here])
+        carry, ys = outs[:carried], outs[carried:]
+        made.append(ys)
+    made = made[::-1] if p["reverse"] else made
+    return [*carry, *(jnp.stack(ys) for ys in zip(*made))]
+
+
+ONE_TO_ONE = ("convert_element_type", "reshape", "transpose", "copy", "copy_p", "sharding_constraint", "squeeze", "name", "optimization_barrier")  # fmt: skip
+
+
+def origin(variable: Any, made_by: dict, params: dict) -> tuple[tuple, tuple] | None:
+    """(path, layer) of the parameter that a variable is, None if it is none."""
+    paths = {v: path for path, v in params.items()}
+    layer: tuple[int, ...] = ()
+    while variable not in paths:
+        eqn = made_by.get(variable)
+        if eqn is None or len(eqn.invars) != 1:
+            return None
+        if eqn.primitive.name == "slice":  # one layer of a stack
+            starts, before = eqn.params["start_indices"], eqn.invars[0].aval.shape
+            after = eqn.outvars[0].aval.shape
+            if before[1:] != after[1:] or after[0] != 1:
+                return None
+            layer = (starts[0], *layer)
+        elif eqn.primitive.name not in ONE_TO_ONE:
+            return None
+        variable = eqn.invars[0]
+    return paths[variable], layer
+
+
+# --- stages -----------------------------------------------------------------------------------
+
+
+def _stages(eqns: Sequence[Any], marks: Sequence[dict[str, int]]) -> dict[Any, int]:
+    """The stage of every variable: the number of inputs of sites on the way to it."""
+    stage: dict[Any, int] = {}
+    after = {held["input"] for held in marks}
+    for index, eqn in enumerate(eqns):
+        own = max(
+            (stage.get(v, 0) for v in eqn.invars if not hasattr(v, "val")), default=0
+        )
+        for v in eqn.outvars:
+            stage[v] = own + (index in after)
+    return stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Equations that may run when all weights of stages before are settled."""
+
+    run: Callable[[list[Any]], list[Any]]
+    takes: tuple[Any, ...]  # variables
+    gives: tuple[Any, ...]
+    sites: tuple[int, ...]  # whose inputs are among what it gives
+    drops: tuple[Any, ...]  # variables that nobody needs any more afterwards
+
+
+def stages(program: Program) -> list[Stage]:
+    """The program cut into stages, to be run one after the other on every batch.
+
+    Weights are not computed but given: a stage takes the variables after marks of weights.
+    """
+    eqns = program.eqns
+    level = _stages(eqns, program.marks)
+    given = {eqns[held["weight"]].outvars[0] for held in program.marks}
+    number = 1 + max((site.stage for site in program.sites), default=-1)
+    wanted: list[list[Any]] = [[] for _ in range(number + 1)]
+    for site, held in zip(program.sites, program.marks):
+        wanted[site.stage] += [eqns[held[k]].invars[0] for k in ("input",)]
+        if "sizes" in held:
+            wanted[site.stage].append(eqns[held["sizes"]].outvars[0])
+    wanted[number] += [v for v in program.outputs if not hasattr(v, "val")]
+    needed = _needed(eqns, given, [v for vs in wanted for v in vs])
+    # An equation runs as late as all its operands are there, and sizes with their inputs.
+    parts: list[list[Any]] = [[] for _ in range(number + 1)]
+    where: dict[Any, int] = {}
+    for eqn in eqns:
+        outs = [v for v in eqn.outvars if v in needed and v not in given]
+        if outs:
+            at = min(max(level.get(v, 0) for v in eqn.outvars), number)
+            parts[at].append(eqn)
+            where.update(dict.fromkeys(eqn.outvars, at))
+    reads = [
+        {v for e in part for v in e.invars if not hasattr(v, "val")} for part in parts
+    ]
+    made = []
+    for s, part in enumerate(parts):
+        inside = {v for e in part for v in e.outvars}
+        takes = sorted(reads[s] - inside, key=_order(eqns))
+        later = set().union(*reads[s + 1 :], *map(set, wanted[s:]))
+        gives = [
+            v for v in dict.fromkeys(v for e in part for v in e.outvars) if v in later
+        ]
+        still = set().union(*reads[s + 1 :], *map(set, wanted[s + 1 :]), wanted[number])
+        drops = [v for v, at in where.items() if at <= s and v not in still]
+        sites = tuple(i for i, site in enumerate(program.sites) if site.stage == s)
+        run = _compiled(tuple(part), tuple(takes), tuple(gives))
+        made.append(Stage(run, tuple(takes), tuple(gives), sites, tuple(drops)))
+    return made
+
+
+def _order(eqns: Sequence[Any]) -> Callable[[Any], int]:
+    """Variables in the order in which the program first reads them."""
+    place: dict[Any, int] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if not hasattr(v, "val"):
+                place.setdefault(v, len(place))
+    return lambda v: place.get(v, len(place))
+
+
+def _needed(eqns: Sequence[Any], given: set, wanted: Sequence[Any]) -> set:
+    needed = set(wanted)
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars) and not given & set(eqn.outvars):
+            needed |= {v for v in eqn.invars if not hasattr(v, "val")}
+    return needed
+
+
+def evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+    """Runs equations; `env` holds what they take, and afterwards what they gave."""
+    for eqn in eqns:
+        values = [v.val if hasattr(v, "val") else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, bind(eqn, values)))
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_by_text() -> dict[str, Callable]:
+    return {}
+
+
+def _compiled(eqns: tuple, takes: tuple, gives: tuple) -> Callable:
+    """One compiled function for all layers that do the same."""
+    number: dict[Any, int] = {}
+    of = lambda v: (
+        f"{v.val!r}" if hasattr(v, "val") else f"{number.setdefault(v, len(number))}"
+    )
+    lines = [" ".join(f"{of(v)}:{v.aval}" for v in takes)]
+    for eqn in eqns:
+        params = {k: v for k, v in eqn.params.items() if k != "name"}
+        lines.append(f"{eqn.primitive.name} {params} {[of(v) for v in eqn.invars]}")
+        lines.append(f"{[of(v) for v in eqn.outvars]}")
+    lines.append(" ".join(map(of, gives)))
+    text = re.sub(r"0x[0-9a-f]+|midtread-\w+-\d+", "", "\n".join(lines))
+
+    def run(values: list[Any]) -> list[Any]:
+        env = dict(zip(takes, values))
+        evaluate(eqns, env)
+        return [env[v] for v in gives]
+
+    known = _compiled_by_text()
+    return known.setdefault(text, jax.jit(run))

@@ -1,0 +1,49 @@
+"""Report: what calibration did to every weight, and what it was worth."""
+
+import dataclasses
+
+from midtread.model.coverage import table
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One weight. Costs are squared errors of its layer's output, relative to the output."""
+
+    name: str
+    op: str
+    format: str
+    tokens: int
+    cost: float
+    rounded: float  # of rounding to nearest
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All weights in the order in which the model uses them; `print` it."""
+
+    rows: tuple[Row, ...]
+    algorithms: tuple[str, ...]
+    inputs: str  # whose inputs the layers saw: "quantized" or "float"
+    weighed: str
+    seconds: float
+
+    @property
+    def worst(self) -> tuple[Row, ...]:
+        """Rows by what is left of their error, the largest first."""
+        return tuple(sorted(self.rows, key=lambda row: -row.cost))
+
+    def __str__(self) -> str:
+        lines = [["weight", "format", "tokens", "error", "if rounded", "note"]]
+        for row in self.rows:
+            numbers = [f"{row.tokens:,}", f"{row.cost:.3g}", f"{row.rounded:.3g}"]
+            lines.append([row.name, row.format, *numbers, row.note])
+        total = sum(r.cost for r in self.rows) / max(
+            sum(r.rounded for r in self.rows), 1e-30
+        )
+        last = (
+            f"{len(self.rows)} weights by {' + '.join(self.algorithms)}, inputs of "
+            f"{self.inputs} layers, {self.weighed}: {100 * total:.0f}% of the error of "
+            f"rounding, in {self.seconds:.0f} s"
+        )
+        return "\n".join([table(lines, {2, 3, 4}), "", last])

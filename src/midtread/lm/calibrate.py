@@ -1,0 +1,67 @@
+"""Calibrate: a run's float weights become codes that its own text says are best.
+
+`midtread quantize runs/a quantization=int4w algorithm=gptq` takes `calibration_batches`
+batches from the training split of the data that the config names (the held-out split judges
+the result), weighs tokens by the gradient of their loss, and solves layer by layer. Solved
+weights lie in a folder beside the one that is made, until it is made: a command that was
+killed and is given again goes on where it was.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.algorithms import calibrate as algorithms
+from midtread.algorithms.report import Report
+from midtread.lm import data, quantization
+from midtread.lm.config import Config, UsageError, require
+from midtread.lm.step import cross_entropy
+
+
+def calibrated(
+    config: Config, model: nnx.Module, folder: pathlib.Path, say: Callable[[str], None]
+) -> tuple[nnx.Module, Report]:
+    """A float model, quantized by `algorithm` as the config says, and what that was worth.
+
+    Raises:
+        UsageError: algorithms, rules or data that do not go together.
+    """
+    names = [name.strip() for name in config.algorithm.split(",")]
+    for name in names:
+        require(
+            name not in ("smooth", "awq"),
+            f"algorithm={config.algorithm}: {name} keeps factors of inputs beside the codes, "
+            "which checkpoints have no place for yet. Use mt.calibrate, or gptq.",
+        )
+    found = list(
+        itertools.islice(
+            iter(data.batches(data.splits(config).train, config)),
+            config.calibration_batches,
+        )
+    )
+    inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in found]
+    targets = [{k: jnp.asarray(b[k]) for k in ("targets", "mask")} for b in found]
+    provider = quantization.serving(config)
+    assert provider is not None  # `quantize` asked
+    try:
+        made = algorithms.calibrate(
+            model, provider, inputs, algorithms=names, loss=loss, targets=targets,
+            folder=folder, progress=say,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()[0]) from None
+    return made.model, made.report
+
+
+INPUTS = ("inputs", "positions", "segments")
+
+
+def loss(out: Any, target: dict[str, jax.Array]) -> jax.Array:
+    """The sum of the losses of the tokens that count."""
+    nll, _ = cross_entropy(out.logits, target["targets"])
+    return jnp.sum(nll * target["mask"].astype(jnp.float32))

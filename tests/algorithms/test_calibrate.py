@@ -1,0 +1,236 @@
+"""Calibration of whole models: what is collected, what comes out, what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import midtread as mt
+from midtread.algorithms import collect, program
+from midtread.algorithms.calibrate import CalibrationOptions, calibrate
+
+D, F = 16, 24
+FLAT = CalibrationOptions(weigh="none", min_tokens=0.1)
+
+
+def rules(**fields):
+    return mt.PtqProvider([mt.QuantizationRule(weight_qtype="int4", **fields)])
+
+
+class Mixed(nnx.Module):
+    """One of each contraction, a scan over layers, and a jit inside."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, D, (3, 3), rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs))(rngs.split(3))
+        self.heads = nnx.Param(jax.random.normal(rngs.params(), (2, D, 8)))
+        self.experts = nnx.Param(jax.random.normal(rngs.params(), (3, D, F)))
+
+    def __call__(self, x):
+        x = self.conv(x).reshape(-1, D)
+        x = nnx.scan(
+            lambda x, layer: jnp.tanh(layer(x)),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+        )(x, self.layers)
+        y = jnp.einsum("td,hde->the", x, self.heads[...])
+        sizes = jnp.array([7, 9, len(x) - 16], jnp.int32)
+        z = jax.lax.ragged_dot(x, self.experts[...], sizes)
+        return y.sum((1, 2)), z
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    model = Mixed(nnx.Rngs(0))
+    batches = [jax.random.normal(jax.random.key(i), (1, 8, 8, 3)) for i in range(2)]
+    return model, batches
+
+
+def gathered(model, batches, groups=1, loss=None):
+    """{name: (site, statistics, token weights of the last batch)}."""
+    found, floats = program.trace(model, batches[0])
+    inputs = {}
+    run = collect.gradient_weights(
+        found, dict.fromkeys(range(len(found.sites)), groups), loss
+    )
+    for batch in batches:
+        env = dict(found.constants)
+        env |= {v: floats[path] for path, v in found.params.items()}
+        env |= dict(zip(found.inputs, found.arrays(batch)))
+        program.evaluate(found.eqns, env)
+        weights = run(floats, found.arrays(batch), batch, jax.random.key(0))
+        for n, (site, held) in enumerate(zip(found.sites, found.marks)):
+            x = env[found.eqns[held["input"]].invars[0]]
+            sizes = None
+            if "sizes" in held:
+                sizes = env[found.eqns[held["sizes"]].outvars[0]]
+            stats = collect.moments(site, x, None, sizes)
+            before = inputs[site.name][1] if site.name in inputs else None
+            inputs[site.name] = (site, collect.add(before, stats), weights[n])
+    return inputs
+
+
+def test_every_contraction_is_found_and_its_inputs_gathered(mixed):
+    model, batches = mixed
+    found = gathered(model, batches)
+    assert list(found) == [
+        "conv/kernel", *(f"layers/kernel[{i}]" for i in range(3)), "heads", "experts",
+    ]  # fmt: skip
+    stages = [site.stage for site, _, _ in found.values()]
+    assert stages == [0, 1, 2, 3, 4, 4]
+
+    seen = {"conv": 0, "heads": 0, "experts": 0}
+    kernel = np.asarray(model.conv.kernel[...])
+    for x in map(np.asarray, batches):
+        padded = np.pad(x[0], ((1, 1), (1, 1), (0, 0)))
+        windows = [
+            padded[i : i + 3, j : j + 3].ravel() for i in range(8) for j in range(8)
+        ]
+        windows = np.stack(windows)
+        seen["conv"] += windows.T @ windows
+        h = windows @ kernel.reshape(-1, D) + np.asarray(model.conv.bias[...])
+        for i in range(3):
+            layer = jax.tree.map(lambda a, i=i: np.asarray(a[i]), nnx.to_pure_dict(nnx.state(model.layers)))  # fmt: skip
+            h = np.tanh(h @ layer["kernel"] + layer["bias"])
+        seen["heads"] += h.T @ h
+        parts = np.split(h, [7, 16])
+        seen["experts"] += np.stack([p.T @ p for p in parts])
+    tol = {"rtol": 2e-4, "atol": 2e-4}
+    H = {name: np.asarray(stats["H"]) for name, (_, stats, _) in found.items()}
+    np.testing.assert_allclose(H["conv/kernel"][0, 0], seen["conv"], **tol)
+    np.testing.assert_allclose(H["heads"][0, 0], seen["heads"], **tol)
+    np.testing.assert_allclose(H["experts"][:, 0], seen["experts"], **tol)
+    np.testing.assert_array_equal(found["experts"][1]["count"], [14, 18, 96])
+
+
+def test_tokens_count_by_the_gradient_that_reaches_them(key):
+    model = nnx.Linear(4, 6, use_bias=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(key, (5, 4))
+    slope = jax.random.normal(key, (5, 6))
+    loss = lambda out, batch: jnp.sum(out * slope) + 0 * jnp.sum(batch)
+    (_, _, weights) = gathered(model, [x], groups=2, loss=loss)["kernel"]
+    wanted = np.square(np.asarray(slope)).reshape(5, 2, 3).mean(-1)
+    np.testing.assert_allclose(weights[0], wanted, rtol=1e-5)
+
+
+def outputs_error(model, quantized, batch):
+    pairs = zip(jax.tree.leaves(model(batch)), jax.tree.leaves(quantized(batch)))
+    return sum(float(jnp.mean(jnp.square(a - b)) / jnp.mean(a**2)) for a, b in pairs)
+
+
+def test_calibrated_models_are_nearer_to_the_float_one(mixed):
+    model, batches = mixed
+    made = calibrate(model, rules(), batches, options=FLAT)
+    plain = mt.quantize_model(model, rules(), batches[0])
+    near, far = (outputs_error(model, m, batches[0]) for m in (made.model, plain))
+    assert near < 0.6 * far
+    assert len(made.report.rows) == 6
+    assert "6 weights by gptq" in str(made.report)
+    assert isinstance(model.heads, nnx.Param)  # what was given stays as it was
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="down")(nn.tanh(nn.Dense(F, name="up")(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(D, F, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(F, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(nnx.tanh(self.up(x)))
+
+
+def test_linen_and_nnx_give_the_same_codes(key):
+    model = Nnx()
+    params = {"params": nnx.to_pure_dict(nnx.state(model))}
+    batches = [jax.random.normal(key, (40, D))]
+    ours = calibrate(model, rules(), batches, algorithms=["correct", "awq", "gptq"])
+    theirs = calibrate(
+        Linen(), rules(), batches, algorithms=["correct", "awq", "gptq"], params=params
+    )
+    for name in ("up", "down"):
+        one = getattr(ours.model, name).kernel.value.array
+        other = theirs.params["params"][name]["kernel"].array
+        np.testing.assert_array_equal(one.qvalue, other.qvalue)
+        assert one.pre_scale.shape == (one.shape[0], 1)
+    got = theirs.model.apply(theirs.params, batches[0])
+    np.testing.assert_allclose(ours.model(batches[0]), got, rtol=1e-5, atol=1e-5)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
+    model, batches = Nnx(), [jax.random.normal(key, (40, D))]
+    whole = calibrate(model, rules(), batches, options=FLAT)
+    lines = []
+
+    def kill(line):
+        lines.append(line)
+        if line.startswith("up/kernel"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        calibrate(model, rules(), batches, options=FLAT, folder=tmp_path, progress=kill)
+    assert len(list(tmp_path.glob("*.npz"))) == 1
+    again = []
+    rest = calibrate(
+        model, rules(), batches, options=FLAT, folder=tmp_path, progress=again.append
+    )
+    assert "up/kernel: as solved before" in again
+    same = jax.tree.map(
+        lambda a, b: bool((a == b).all()), nnx.state(whole.model), nnx.state(rest.model)
+    )
+    assert all(jax.tree.leaves(same))
+    assert whole.report.rows == rest.report.rows
+    with pytest.raises(ValueError, match="another calibration"):
+        calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (["gptqq"], "unknown algorithm 'gptqq'. Did you mean 'gptq'?"),
+        (["gptq", "awq"], r"no meaning in this order: write \['awq', 'gptq'\]"),
+        (["clip", "gptq"], "round twice"),
+        (["smooth", "awq"], "both choose one factor per input"),
+    ],
+)
+def test_algorithms_without_a_meaning_are_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(Nnx(), rules(), [jnp.ones((40, D))], algorithms=asked)
+
+
+def test_data_that_says_nothing_is_refused():
+    model, x = Nnx(), jnp.ones((40, D))
+    for batches, message in (
+        ([], "no batches"),
+        ([jnp.ones((0, D))], "batch 0 is empty"),
+        ([x, x.at[3, 3].set(jnp.nan)], "batch 1 holds numbers that are not finite"),
+        ([x, x[:5]], "batch 1 has the shapes"),
+        ([x[:2]], "2 tokens are too few for 16 inputs. Give at least 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, rules(), batches)
+
+
+def test_rules_that_cannot_be_followed_are_refused():
+    model, x = Nnx(), jnp.ones((40, D))
+    with (
+        pytest.warns(UserWarning, match="matched nothing"),
+        pytest.raises(ValueError, match="rules that matched nothing"),
+    ):
+        calibrate(model, rules(module_path="nothing"), [x])
+
+    depthwise = nnx.Conv(4, 4, (3,), feature_group_count=4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="gptq cannot take this conv_general_dilated"):
+        calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))])
+    made = calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=["hqq"])
+    assert made.report.rows[0].format == "int4"

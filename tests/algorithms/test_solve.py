@@ -1,0 +1,230 @@
+"""Every algorithm for one weight against its paper in plain NumPy, and the laws they share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from midtread.algorithms import clip, correct, gptq, hqq, smooth
+from midtread.algorithms.weight import Axes
+from midtread.numerics.qarray import dequantize, quantize_by_spec
+from midtread.numerics.spec import Spec
+from midtread.ops.api import dot
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+SPECS = {
+    "int4": Spec("int4", (1,)),
+    "int4/16": Spec("int4", (1,), {0: 16}),
+    "uint4/16 with zero points": Spec("uint4", (1,), {0: 16}, calibration="minmax"),
+    "mxfp4": Spec("mxfp4", (1,), {0: 32}),
+    "nvfp4": Spec("nvfp4", (1,), {0: 16}),
+    "nf4/32": Spec("nf4", (1,), {0: 32}),
+    "e4m3": Spec("fp8", (1,)),
+    "int4, padded tiles": Spec("int4", (1,), {0: 24}),
+}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+PAPER = gptq.GptqOptions(scales="spec", order="given", rounds=0, block=16)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """A weight [64, 12], and second moments of inputs that have much in common."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 64)) @ (np.tri(64) * 0.2 + np.eye(64))
+    w = rng.normal(size=(64, 12)).astype(np.float32)
+    return jnp.asarray(w), jnp.asarray((x.T @ x).astype(np.float32))
+
+
+def cost(q, w, H):
+    error = np.asarray(dequantize(q), np.float64) - np.asarray(w, np.float64)
+    return np.sum(error * (np.asarray(H, np.float64) @ error))
+
+
+def levels(q):
+    """What each element may be rounded to: [levels, K, N]."""
+    name = q.format.name
+    if q.format.is_integer:
+        low, high = q.format.codes
+        values = np.arange(low, high + 1, dtype=np.float64)
+    else:
+        values = np.concatenate([-E2M1[::-1], E2M1]) if name != "nf4" else None
+        values = np.array(q.format.table) if values is None else values
+    spread = lambda part: np.repeat(
+        np.asarray(part, np.float64), q.qvalue.shape[0] // part.shape[0], axis=0
+    )
+    zero = 0 if q.zero_point is None else spread(q.zero_point)
+    return (values[:, None, None] - zero) * spread(q.scale)
+
+
+def reference_gptq(w, H, grid, order, damping=0.01):
+    """Frantar et al. 2022, algorithm 1, without its blocks, in float64."""
+    w, H = np.array(w, np.float64), np.array(H, np.float64)
+    H += np.eye(len(H)) * damping * np.mean(np.diag(H))
+    back = np.argsort(order)
+    w, H, grid = w[order], H[np.ix_(order, order)], grid[:, order]
+    U = np.linalg.cholesky(np.linalg.inv(H)).T
+    out = np.zeros_like(w)
+    for k in range(len(w)):
+        nearest = np.abs(grid[:, k] - w[k]).argmin(0)
+        out[k] = grid[nearest, k, np.arange(w.shape[1])]
+        w[k:] -= np.outer(U[k, k:], (w[k] - out[k]) / U[k, k])
+    return out[back]
+
+
+@pytest.mark.parametrize("order", ["given", "activation"])
+@pytest.mark.parametrize("name", ["uint4/16 with zero points", "mxfp4", "nf4/32"])
+def test_gptq_is_the_papers(layer, name, order):
+    w, H = layer
+    options = gptq.GptqOptions(scales="spec", order=order, rounds=0, block=16)
+    made = gptq.solve(w, SPECS[name], H, options=options).array
+    rows = np.arange(64) if order == "given" else np.argsort(-np.diag(H), kind="stable")
+    wanted = reference_gptq(w, H, levels(quantize_by_spec(w, SPECS[name])), rows)
+    # A tie that float32 breaks the other way changes all rows after it.
+    assert np.mean(np.abs(np.asarray(dequantize(made)) - wanted) > 1e-5) < 0.01
+
+
+@every_spec
+def test_gptq_of_inputs_that_have_nothing_in_common_is_rounding(layer, spec):
+    w, _ = layer
+    made = gptq.solve(w, spec, jnp.eye(64), options=PAPER).array
+    plain = quantize_by_spec(w, spec)
+    np.testing.assert_array_equal(made.qvalue, plain.qvalue)
+    np.testing.assert_array_equal(made.scale, plain.scale)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SPECS[k] for k in ("uint4/16 with zero points", "nvfp4", "int4, padded tiles")],
+    ids=str,
+)
+def test_solving_never_costs_more_than_rounding(layer, spec):
+    w, H = layer
+    plain = cost(quantize_by_spec(w, spec), w, H)
+    searched = clip.solve(w, spec, jnp.diagonal(H)[None])
+    one = gptq.solve(w, spec, H)
+    none = gptq.solve(w, spec, H, options=gptq.GptqOptions(rounds=0))
+    assert cost(one.array, w, H) <= cost(none.array, w, H) * 1.001 < plain
+    assert cost(searched, w, jnp.diag(jnp.diagonal(H))) <= cost(
+        quantize_by_spec(w, spec), w, jnp.diag(jnp.diagonal(H))
+    )
+    whole = np.sum(np.asarray(w) * (np.asarray(H) @ np.asarray(w)))
+    np.testing.assert_allclose(one.cost, cost(one.array, w, H) / whole, rtol=1e-2)
+
+
+def test_parts_of_the_moments_are_solved_by_themselves(layer, key):
+    w, H = layer
+    other = H + jnp.diag(jnp.arange(64, dtype=jnp.float32)) * 10
+    spec = SPECS["int4/16"]
+    both = gptq.solve(w, spec, jnp.stack([H, other])[None], options=PAPER).array
+    left = gptq.solve(w[:, :6], spec, H, options=PAPER).array
+    right = gptq.solve(w[:, 6:], spec, other, options=PAPER).array
+    codes = jnp.concatenate([left.qvalue, right.qvalue], axis=1)
+    np.testing.assert_array_equal(both.qvalue, codes)
+
+
+def test_stacks_of_matrices_in_any_order_of_axes(layer):
+    w, H = layer
+    # experts last: a weight [N, K, E]
+    stack = jnp.stack([w, -2 * w], axis=-1).transpose(1, 0, 2)
+    spec = Spec("int4", (0, 2), {1: 16})
+    made = gptq.solve(
+        stack, spec, jnp.stack([H, 3 * H])[:, None], Axes((2,), (1,), (0,)), PAPER
+    )
+    alone = gptq.solve(w, SPECS["int4/16"], H, options=PAPER).array
+    np.testing.assert_array_equal(made.array.qvalue[..., 0].T, alone.qvalue)
+
+
+def test_clip_finds_the_best_window(layer):
+    w, H = layer
+    weights = np.asarray(jnp.diagonal(H), np.float64)[:, None]
+    spec = Spec("int4", (1,))
+    made = clip.solve(w, spec, jnp.diagonal(H)[None])
+    largest = np.abs(np.asarray(w)).max(0)
+    least = np.inf
+    for factor in clip.windows(spec.format, None):
+        scale = (largest * factor / 7.5).astype(np.float32)
+        rounded = np.clip(np.round(np.asarray(w) / scale), -8, 7) * scale
+        least = np.minimum(least, np.sum(weights * (rounded - w) ** 2, axis=0))
+    error = (np.asarray(dequantize(made)) - np.asarray(w)) ** 2
+    np.testing.assert_allclose(np.sum(weights * error, axis=0), least, rtol=1e-5)
+
+
+def test_nvfp4_blocks_may_end_at_four():
+    """A block whose values fall on 4, 3, 2 ... of a scale is exact only under that one."""
+    block = jnp.tile(jnp.array([4.0, 3.0, 2.0, 1.5] * 4), 2).at[16].set(6.0)[:, None]
+    made = clip.solve(block, Spec("nvfp4", (1,), {0: 16}))
+    np.testing.assert_allclose(dequantize(made), block, rtol=0.04)
+
+
+def test_correct_aims_at_the_floats_output():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, 16))
+    floats = x + 0.1 * rng.normal(size=x.shape) @ rng.normal(size=(16, 16))
+    w = rng.normal(size=(16, 4)).astype(np.float32)
+    stack = lambda m: jnp.asarray(m.astype(np.float32))[None, None]
+    H, C = x.T @ x, x.T @ (floats - x)
+    made = correct.target(
+        jnp.asarray(w), stack(H), stack(C), damping=1e-6, strength=1.0
+    )
+    wanted = np.linalg.lstsq(x, floats @ w, rcond=None)[0]
+    np.testing.assert_allclose(made, wanted, atol=1e-3)
+
+
+def test_smooth_is_the_papers(layer):
+    w, _ = layer
+    largest = np.linspace(0, 9, 64).astype(np.float32)
+    factors = smooth.smooth(w, jnp.asarray(largest)[None], alpha=0.7)[0]
+    rows = np.abs(np.asarray(w)).max(1)
+    np.testing.assert_allclose(
+        1 / factors[1:], largest[1:] ** 0.7 / rows[1:] ** 0.3, rtol=1e-5
+    )
+    assert factors[0] == 1  # an input that is always 0
+
+
+def test_awq_takes_the_best_ratio(layer):
+    w, H = layer
+    spec = SPECS["int4/16"]
+    H = H * jnp.outer(*[jnp.linspace(1, 8, 64)] * 2)
+    size = np.sqrt(np.diag(H))
+
+    def error(p):
+        q = quantize_by_spec(w / p[:, None], spec).replace(pre_scale=p[:, None])
+        return cost(q, w, H)
+
+    tried = []
+    for ratio in np.arange(20) / 20:
+        p = size**-ratio
+        tried.append(error(jnp.asarray(p / np.sqrt(p.max() * p.min()))))
+    found = error(smooth.awq(w, spec, H[None, None])[0])
+    # Roundings that flip between two programs let neighbouring ratios change places.
+    assert found < 1.1 * min(tried) < tried[0]
+
+
+def test_factors_of_inputs_change_nothing_in_float(layer, key):
+    w, H = layer
+    x = jax.random.normal(key, (5, 64))
+    p = smooth.awq(w, SPECS["int4/16"], H[None, None])[0][:, None]
+    fine = Spec("int16", (1,))
+    q = quantize_by_spec(w / p, fine).replace(pre_scale=p)
+    np.testing.assert_allclose(dot(x, q), x @ w, rtol=1e-3, atol=2e-3)
+    np.testing.assert_allclose(dequantize(q), w, atol=2e-4)
+
+
+def test_hqq_lets_a_few_large_weights_be(key):
+    w = jax.random.normal(key, (64, 6)).at[3].set(8.0)
+    size = lambda q, norm: float(jnp.sum(jnp.abs(dequantize(q) - w) ** norm))
+    for spec in (Spec("uint4", (1,), calibration="minmax"), Spec("int4", (1,))):
+        made, squares = hqq.solve(w, spec), clip.solve(w, spec)
+        assert size(made, 0.7) < size(quantize_by_spec(w, spec), 0.7)
+        assert size(made, 0.7) < size(squares, 0.7)
+        assert size(made, 2) > size(squares, 2)
+
+
+def test_moments_that_do_not_fit_are_refused(layer):
+    w, H = layer
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        gptq.solve(w, SPECS["int4"], H[:32, :32])
+    with pytest.raises(ValueError, match="not finite"):
+        gptq.solve(w, SPECS["int4"], H.at[0, 0].set(jnp.nan))
+    with pytest.raises(ValueError, match="order='up' should be one of"):
+        gptq.GptqOptions(order="up")
