@@ -20,7 +20,7 @@ from midtread.algorithms import calibrate as algorithms
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
 from midtread.lm.config import Config, UsageError, require
-from midtread.lm.step import cross_entropy
+from midtread.lm.loss import cross_entropy
 
 
 def calibrated(
