@@ -111,7 +111,7 @@ def test_tokens_count_by_the_gradient_that_reaches_them(key):
     slope = jax.random.normal(key, (5, 6))
     loss = lambda out, batch: jnp.sum(out * slope) + 0 * jnp.sum(batch)
     (_, _, weights) = gathered(model, [x], groups=2, loss=loss)["kernel"]
-    wanted = np.square(np.asarray(slope)).reshape(5, 2, 3).mean(-1)
+    wanted = np.sqrt(np.square(np.asarray(slope)).reshape(5, 2, 3).mean(-1))
     np.testing.assert_allclose(weights[0], wanted, rtol=1e-5)
 
 

@@ -7,12 +7,12 @@
 For a layer by itself every token has the weight 1, and the error that H measures is that of
 the layer's output. What matters is what the error does further on. To first order a change
 d of an output changes the loss by g . d, where g is the loss's gradient there; in the mean
-square over tokens that is d^T (g g^T) d, and a token counts by its |g|^2. So with a loss
-the weight of a token is the mean square of the gradient that reaches the layer's output
-there (the diagonal of the Fisher information, averaged over each of G equal runs of
-outputs: Kim et al. 2025, "GuidedQuant"). Two things follow from it by themselves. A first
-token whose inputs are huge, and which nobody attends to, no longer owns the moments of the
-values. And tokens that are easy to predict no longer count as much as those that are not.
+square over tokens that is d^T (g g^T) d, and a token should count by its |g|^2 (averaged
+over each of G equal runs of outputs: Kim et al. 2025, "GuidedQuant"). A first token whose
+inputs are huge, and which nobody attends to, then no longer owns the moments of the values.
+But squares of gradients have long tails: a few tokens that the model gets wrong would own
+everything, and codes be fitted to them. So the weight is |g| itself, the root of the mean
+square: tokens that reach nothing still count for nothing, and no few count for all.
 Gradients are those of the float model, found once; inputs are those that the quantized
 layers before give.
 
@@ -89,7 +89,7 @@ def _patches(site: Site, x: jax.Array) -> jax.Array:
 
 
 def token_weights(site: Site, g: jax.Array, groups: int) -> jax.Array:
-    """[B, T, G]: mean squares of a gradient of the output, per token and run of outputs."""
+    """[B, T, G]: the root mean square of a gradient, per token and run of outputs."""
     batch, tokens = batch_labels(site), token_labels(site)
     kept = [x for x in site.labels if x not in batch and x in site.c.out]
     if site.c.name == "conv_general_dilated":
@@ -99,7 +99,7 @@ def token_weights(site: Site, g: jax.Array, groups: int) -> jax.Array:
     b, t = len(batch), len(batch) + len(tokens)
     cut = [math.prod(part) for part in (g.shape[:b], g.shape[b:t], g.shape[t:])]
     g = g.reshape(cut[0], cut[1], groups, -1).astype(jnp.float32)
-    return jnp.mean(jnp.square(g), axis=-1)
+    return jnp.sqrt(jnp.mean(jnp.square(g), axis=-1))
 
 
 def moments(
