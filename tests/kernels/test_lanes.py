@@ -37,7 +37,7 @@ def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
         stand(thread)
         row = 16 * (thread // 32) + thread // 4 % 8
         for j in range(4):
-            first: Any = lanes.Division(bits, 4).place(j)[0]
+            first: Any = lanes.Division(bits, 4).location(j)[0]
             assert columns[j, [row, row + 8]].tolist() == [first, first + 1]
 
 
@@ -47,7 +47,7 @@ def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
     lanes, found = registers.Lanes(bits), []
     for thread in range(0, 256, 4):  # one of the four that hold the same columns
         stand(thread)
-        place: Any = lanes.place(*lanes.mine())
+        place: Any = lanes.location(*lanes.accumulators())
         column, strip, pair = place
         byte = strip + 2 * (thread // 4 % 8) + pair
         assert column * bits // 8 == byte and strip % 16 == 0
@@ -66,7 +66,7 @@ def test_lines_are_where_the_copy_engine_puts_them(length, stand, monkeypatch):
         stand(row)
         plain = row * length + unit * 16
         turned = plain ^ (plain >> 7) % (length // 16) * 16
-        assert threads.line(None, unit, length) == turned
+        assert threads.unit_address(None, unit, length) == turned
 
 
 @pytest.mark.parametrize(("bits", "wide", "deep"), DIVISIONS)
@@ -74,7 +74,7 @@ def test_sums_change_hands(bits, wide, deep, stand, monkeypatch):
     """Each is put where it is looked for, and 16 lanes that write meet no bank."""
     rows, division = 16, lanes.Division(bits, wide, deep)
     monkeypatch.setattr(exchange, "address_of", lambda ref, offset: offset)
-    place: Any = functools.partial(exchange._place, None, division, rows=rows)
+    place: Any = functools.partial(exchange._address, None, division, rows=rows)
     every = [
         place(part, row, column)
         for part in range(deep)
@@ -86,6 +86,6 @@ def test_sums_change_hands(bits, wide, deep, stand, monkeypatch):
         found = []
         for lane in range(16):
             stand(thread + lane)
-            column = division.place(division.mine()[0])[0]
+            column = division.location(division.accumulators()[0])[0]
             found.append(place(0, 2 * (lane % 4), column) // 4 % 32)
         assert sorted(found) == list(range(0, 32, 2))

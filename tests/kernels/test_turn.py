@@ -104,8 +104,8 @@ def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypa
 
     for machine.rank, machine.thread in everyone:
         own = term(machine.rank, machine.thread // 128 // division.across)
-        for j in division.mine():
-            column = division.place(j)[0]
+        for j in division.accumulators():
+            column = division.location(j)[0]
             words = [
                 own + (8 * t + 2 * (machine.thread % 4) + odd) * 256 + column + h
                 for t in range(padded // 8)

@@ -133,8 +133,8 @@ def _part_spec(spec: pl.BlockSpec, shape, part_shape, name: str) -> pl.BlockSpec
     where: Any = spec.index_map
 
     def index_map(*args):
-        found = where(*args)
-        return tuple(i if n > 1 else 0 for i, n in zip(found, part_shape))
+        indices = where(*args)
+        return tuple(i if n > 1 else 0 for i, n in zip(indices, part_shape))
 
     return dataclasses.replace(spec, block_shape=tuple(block), index_map=index_map)
 

@@ -321,10 +321,10 @@ def num_planes(fmt: Format) -> int:
 def planes(bytes_: jax.Array, fmt: Format, dtype) -> tuple[jax.Array, ...]:
     """The values of the codes in some bytes, exact, in `dtype`: an array for each code that
     a byte holds."""
-    found = decoder(fmt).plain(bytes_)
+    values = decoder(fmt).plain(bytes_)
     if fmt.table is not None:
-        found = tuple(look_up(u, fmt.table) for u in found)
-    return tuple(v.astype(dtype) for v in found)
+        values = tuple(look_up(u, fmt.table) for u in values)
+    return tuple(v.astype(dtype) for v in values)
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:

@@ -64,8 +64,8 @@ def _body(
         return triton_words.planes(block, fmt, native) if is_coded else [block]
 
     def scale(ref, at, inside):
-        found = pltriton.load(ref.at[at], mask=inside, other=1.0)
-        return found.astype(jnp.float32)[None, :]
+        factors = pltriton.load(ref.at[at], mask=inside, other=1.0)
+        return factors.astype(jnp.float32)[None, :]
 
     def body(i, carry):
         top, total, out = carry

@@ -88,5 +88,5 @@ def _row(fmt: Format) -> decoding.Decoder:
 
 def values(bytes_KB: jax.Array, fmt: Format) -> jax.Array:
     """[K, N] in bfloat16: what the bytes of a block stand for, without PTX."""
-    found = decoding.planes(bytes_KB, fmt, jnp.bfloat16)
-    return jnp.stack(found, -1).reshape(bytes_KB.shape[0], -1)
+    planes = decoding.planes(bytes_KB, fmt, jnp.bfloat16)
+    return jnp.stack(planes, -1).reshape(bytes_KB.shape[0], -1)

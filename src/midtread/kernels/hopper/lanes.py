@@ -30,7 +30,8 @@ from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     array,
-    line,
+    doubled_halves,
+    load_pair,
     matrices,
     modulo,
     moved,
@@ -38,8 +39,7 @@ from midtread.kernels.hopper.threads import (
     pure,
     shifted,
     times,
-    twice,
-    two_of,
+    unit_address,
     value,
     word_type,
 )
@@ -56,8 +56,8 @@ class Holders(Protocol):
     def wide(self) -> int: ...
     @property
     def shared(self) -> int: ...
-    def mine(self) -> list[Any]: ...
-    def place(self, j) -> tuple[Any, Any, Any]: ...
+    def accumulators(self) -> list[Any]: ...
+    def location(self, j) -> tuple[Any, Any, Any]: ...
     def interpreted(self, values, wg) -> list: ...
 
 
@@ -78,7 +78,7 @@ class Division:
     def groups(self) -> int:
         return self.across * self.deep
 
-    def mine(self) -> list[Any]:
+    def accumulators(self) -> list[Any]:
         """This thread's accumulators: numbers where they are known, else MLIR values."""
         if self.across == 1:
             return list(range(self.wide))
@@ -90,7 +90,7 @@ class Division:
         """Accumulators whose columns lie in the same bytes."""
         return 8 // self.bits
 
-    def place(self, j):
+    def location(self, j):
         """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
@@ -141,8 +141,8 @@ def decoded(
         table_here = None if table is None else beside.pop(0)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         out, words = [], []
-        for a, j in enumerate(holders.mine()):
-            column, byte, half = holders.place(j)
+        for a, j in enumerate(holders.accumulators()):
+            column, byte, half = holders.location(j)
             if a % holders.shared == 0:
                 words = _turned(ref, byte, rows, width)
             starts = _starts(beside, column, size) or [None]
@@ -151,9 +151,11 @@ def decoded(
             for tile, given in enumerate(_given(words, half, table_here)):
                 terms, factors = scaling[tile * num_groups // (rows // 8)]
                 both = pure(code.text, [word_type()] * 2, [*given, *terms])
-                for h, made in enumerate(both):
-                    made = mgpu.utils.bitcast(made, pair)
-                    registers.append(_product(made, factors[h]) if factors else made)
+                for h, word in enumerate(both):
+                    values = mgpu.utils.bitcast(word, pair)
+                    if factors:
+                        values = _product(values, factors[h])
+                    registers.append(values)
             out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
         return out
 
@@ -191,7 +193,7 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     assert rows % 32 == 0, rows
     box = times(shifted(byte, 7), 1024)
     tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
-    start = line(ref, shifted(modulo(byte, 128), 4), min(128, width))
+    start = unit_address(ref, shifted(modulo(byte, 128), 4), min(128, width))
     start = plus(start, box, times(tile, 8 * width))
     return [
         word
@@ -206,11 +208,11 @@ def _scaling(code: Code, start, size: int) -> tuple[list, list]:
     if start is None:
         return _terms(code, []), []
     if size == 4:
-        words = two_of(start, size)
+        words = load_pair(start, size)
         return _terms(code, []), [
             mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words
         ]
-    factors = twice(llvm.load(word_type(), start))
+    factors = doubled_halves(llvm.load(word_type(), start))
     return _terms(code, factors), [] if code.lines else factors
 
 
@@ -222,8 +224,8 @@ def _terms(code: Code, factors: list) -> list:
             both = np.full(2, number, np.float32).astype(jnp.bfloat16)
             word = value(int(both.view(np.int32)[0]))
             if factors:
-                made = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
-                word = mgpu.utils.bitcast(made, word_type())
+                scaled = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
+                word = mgpu.utils.bitcast(scaled, word_type())
             words.append(word)
     return words
 
@@ -235,8 +237,8 @@ def _product(pair, factor):
     wide = [
         arith.extf(factor.type, llvm.extractelement(pair, value(i))) for i in (0, 1)
     ]
-    made = [arith.mulf(v, factor) for v in wide]
-    (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], made)
+    products = [arith.mulf(v, factor) for v in wide]
+    (both,) = pure("cvt.rn.bf16x2.f32 $0, $2, $1;", [word_type()], products)
     return mgpu.utils.bitcast(both, pair.type)
 
 
@@ -251,9 +253,9 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
         del ctx
         vector = ir.VectorType.get((1,), ir.F32Type.get())
         out = []
-        for j in holders.mine():
-            start = address_of(ref, times(holders.place(j)[0], size))
-            words = [mgpu.utils.bitcast(w, vector) for w in two_of(start, size)]
+        for j in holders.accumulators():
+            start = address_of(ref, times(holders.location(j)[0], size))
+            words = [mgpu.utils.bitcast(w, vector) for w in load_pair(start, size)]
             out.append(array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
         return out
 

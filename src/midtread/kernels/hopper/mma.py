@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     array,
-    line,
     matrices,
     modulo,
     plus,
     pure,
     shifted,
+    unit_address,
     value,
     word_type,
     words_of,
@@ -56,21 +56,21 @@ def multiplied(
             [mgpu.utils.bitcast(r, word_type()) for r in w.registers.flat]
             for w in arrays[: len(ws)]
         ]
-        found = [words_of(s) for s in arrays[len(ws) :]]
-        found = found or [[mgpu.c(0.0, f32)] * (padded // 2) for _ in ws]
+        totals = [words_of(s) for s in arrays[len(ws) :]]
+        totals = totals or [[mgpu.c(0.0, f32)] * (padded // 2) for _ in ws]
         part = modulo(shifted(mgpu.thread_idx(), 3), 4)
-        lines = [line(x, plus(part, 4 * half)) for half in (0, 1)]
+        starts = [unit_address(x, plus(part, 4 * half)) for half in (0, 1)]
         for first in range(start, start + rows, 32):
             for t in range(padded // 8):
                 offset = (t * (k // 64) + first // 64) * 1024
-                right = matrices(lines[first // 32 % 2], offset)
+                right = matrices(starts[first // 32 % 2], offset)
                 for step in (0, 1):
                     at = (first - start) // 4 + 4 * step
-                    for left, words in zip(lefts, found):
+                    for left, words in zip(lefts, totals):
                         given = left[at : at + 4] + right[2 * step : 2 * step + 2]
                         given += words[4 * t : 4 * t + 4]
                         words[4 * t : 4 * t + 4] = pure(_MMA, [f32] * 4, given)
-        return [array(_pairs(s), (64, padded), mgpu.WGMMA_LAYOUT) for s in found]
+        return [array(_pairs(s), (64, padded), mgpu.WGMMA_LAYOUT) for s in totals]
 
     return run(x, *ws, *(sums or []))
 

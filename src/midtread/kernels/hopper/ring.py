@@ -100,7 +100,7 @@ def ring_buffers(
         columns: how many columns of the weight a block has, in `width` bytes.
         x_columns: how many columns of x are swizzled together.
     """
-    found = {
+    buffers = {
         "codes_ring": plgpu.SMEM(
             (count, k, width), jnp.int8, transforms=swizzled(min(128, width), jnp.int8)
         ),
@@ -110,9 +110,9 @@ def ring_buffers(
     }
     if plan.group:
         num_scales = max(1, k // plan.group)
-        found["scale_ring"] = plgpu.SMEM((count, num_scales, columns), scale_dtype)
-    full = plgpu.Barrier(num_arrivals=len(found), num_barriers=count)
-    return found | {"full": full}
+        buffers["scale_ring"] = plgpu.SMEM((count, num_scales, columns), scale_dtype)
+    full = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=count)
+    return buffers | {"full": full}
 
 
 # --- filling a buffer -------------------------------------------------------------------------

@@ -59,23 +59,23 @@ def moved(address, by: int):
     return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
 
 
-def line(ref, unit, length: int = 128):
+def unit_address(ref, unit, length: int = 128):
     """Where a lane's 16 bytes lie in a tile of 8 rows and 128 or 64 bytes that is swizzled:
     row lane % 8, and units of 16 bytes trade places by row, or by two rows."""
     row = modulo(mgpu.thread_idx(), 8)
     turn = shifted(row, 0 if length == 128 else 1)
-    place = plus(times(row, length), times(flipped(unit, turn), 16))
-    return llvm.ptrtoint(word_type(), address_of(ref, place))
+    offset = plus(times(row, length), times(flipped(unit, turn), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, offset))
 
 
-def matrices(start, offset: int, how: str = "") -> list:
+def matrices(start, offset: int, modifier: str = "") -> list:
     """Four blocks of 8 by 8 elements of 16 bits, whose rows the lanes point at."""
-    code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16"
+    code = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16"
     code += f" {{$0, $1, $2, $3}}, [$4 + {offset}];"
     return asm([word_type()] * 4, code, [start], "=r,=r,=r,=r,r")
 
 
-def two_of(start, size: int):
+def load_pair(start, size: int):
     """Two neighbours in bfloat16 (`size` 2) or float32, as the bits of float32."""
     if size == 4:
         i32 = word_type()
@@ -111,11 +111,11 @@ def asm(results: list, code: str, given: list, kinds: str):
     if results:
         kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
     kinds += ",~{memory}" if kinds else "~{memory}"
-    how = {"has_side_effects": True, "asm_dialect": 0}
-    return _each(llvm.inline_asm(kind, given, code, kinds, **how), results)
+    options = {"has_side_effects": True, "asm_dialect": 0}
+    return _each(llvm.inline_asm(kind, given, code, kinds, **options), results)
 
 
-def twice(word) -> list:
+def doubled_halves(word) -> list:
     """Both halves of a register, each as a pair of itself."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"

@@ -183,9 +183,9 @@ def rows(
         parts += noise
         specs += [pl.BlockSpec((1,), lambda i: (i,)), pl.BlockSpec((padded,), lambda i: (0,))]  # fmt: skip
         parts = alike(*parts)
-    how = {"columns": k, "native": not interpret, "by_chance": noise is not None}
+    options = {"columns": k, "native": not interpret, "by_chance": noise is not None}
     out = pl.pallas_call(
-        functools.partial(_rows_body, fmt=fmt, **how),
+        functools.partial(_rows_body, fmt=fmt, **options),
         grid=(m,),
         in_specs=specs,
         out_specs=[whole, pl.BlockSpec((1,), lambda i: (i,))],
@@ -224,8 +224,8 @@ def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
         per = whole // extent  # neighbours that share a value
         sizes.append(max(size // per, 1))
         steps.append(max(per // size, 1) if extent > 1 else None)
-    place = lambda *ij: tuple(0 if s is None else i // s for i, s in zip(ij, steps))
-    return pl.BlockSpec(tuple(sizes), place)
+    index_map = lambda *ij: tuple(0 if s is None else i // s for i, s in zip(ij, steps))
+    return pl.BlockSpec(tuple(sizes), index_map)
 
 
 def cast(
@@ -265,9 +265,9 @@ def cast(
             pl.BlockSpec(block[:1], lambda i, j: (i,)),
             pl.BlockSpec(block[1:], lambda i, j: (j,)),
         ]
-    how = {"native": not interpret, "by_chance": noise is not None}
-    how["num_outputs"] = len(outputs)
-    body = functools.partial(_cast_body, fmt=fmt, copies=copies, **how)
+    options = {"native": not interpret, "by_chance": noise is not None}
+    options["num_outputs"] = len(outputs)
+    body = functools.partial(_cast_body, fmt=fmt, copies=copies, **options)
     return _over_blocks(body, block, x, parts, specs, outputs, interpret)
 
 

@@ -162,9 +162,9 @@ def launch(body, out_type, args, *, groups: int, pair=False, interpret=False):
     return kernel(*args)
 
 
-def send(out, place, out_smem, out_gmem):
+def send(out, corner, out_smem, out_gmem):
     """Writes a warpgroup's block through two buffers, a square at a time."""
-    *lead, row, column = place
+    *lead, row, column = corner
     for (r, c), slot in squares(out, out_smem, out_gmem.dtype):
         at = (*lead, pl.ds(row + r, OUT), pl.ds(column + c, OUT))
         plgpu.copy_smem_to_gmem(slot, out_gmem.at[at], commit_group=False)
@@ -192,14 +192,14 @@ def squares(out, out_smem, dtype):
 def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
     """Of blocks of both operands; sums start at column `first`, by default at 0."""
     shared = ("pair",) if blocks.pair else ()
-    width, place = blocks.k, lambda i: (0, i)
+    width, index_map = blocks.k, lambda i: (0, i)
     if first is not None:
         width = pl.Element(blocks.k)
-        place = lambda i: (0, pl.multiple_of(first + i * blocks.k, blocks.k))
+        index_map = lambda i: (0, pl.multiple_of(first + i * blocks.k, blocks.k))
     return [
         plgpu.BlockSpec(
             (rows, width),
-            place,
+            index_map,
             transforms=swizzled(blocks.k, dtype),
             memory_space=plgpu.SMEM,
             delay_release=blocks.delay,
@@ -268,8 +268,8 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: ScaledBlocks):
             b_gmem.at[pl.ds(j * cta_n, cta_n)],
         ]
         specs = code_specs(a_gmem, b_gmem, blocks)
-        how = multiplying(blocks, a_gmem.dtype, wg, write)
-        return Job(inputs, specs, pl.cdiv(k, blocks.k), *how)
+        step, finish = multiplying(blocks, a_gmem.dtype, wg, write)
+        return Job(inputs, specs, pl.cdiv(k, blocks.k), step, finish)
 
     find = lambda index: job(*blocks.walk(index, grid))
     example = Job(

@@ -102,9 +102,11 @@ def _rows_body(
 
         def write(out, out_smem):
             out = scaled_by(out, sa_gmem, row, sb_gmem.at[own], column)
-            place = pl.multiple_of(row, STRIP), column
+            corner = pl.multiple_of(row, STRIP), column
             edges = group * 2 * STRIP
-            _send_within(out, place, (start, end), out_smem, out_gmem, edge_gmem, edges)
+            _send_within(
+                out, corner, (start, end), out_smem, out_gmem, edge_gmem, edges
+            )
 
         inputs = [
             a_gmem.at[pl.ds(first, cta_m)],
@@ -119,10 +121,10 @@ def _rows_body(
     )
 
 
-def _send_within(out, place, span, out_smem, out_gmem, edge_gmem, edges):
+def _send_within(out, corner, span, out_smem, out_gmem, edge_gmem, edges):
     """Writes the rows of a block that lie in whole strips of `span` to their place, and
     strips that the span cuts to the rows `edges` of a side array."""
-    (row, column), (start, end) = place, span
+    (row, column), (start, end) = corner, span
     low = lax.div(start + STRIP - 1, STRIP) * STRIP
     high = lax.div(end, STRIP) * STRIP
     for (r, c), slot in squares(out, out_smem, out_gmem.dtype):
@@ -249,8 +251,8 @@ def _sums_body(
             b_gmem.at[pl.ds(j * cta_n, cta_n)],
         ]
         specs = code_specs(a_gmem, b_gmem, blocks, first)
-        how = multiplying(blocks, a_gmem.dtype, wg, write, edit)
-        return Job(inputs, specs, steps, *how)
+        step, finish = multiplying(blocks, a_gmem.dtype, wg, write, edit)
+        return Job(inputs, specs, steps, step, finish)
 
     specs = code_specs(a_gmem, b_gmem, blocks, 0)
     example = Job([a_gmem, b_gmem], specs, None, nothing, nothing)

@@ -49,7 +49,7 @@ CTA = ROWS * GROUPS, TILE
 FREE = 8  # the first of the barriers that Mosaic leaves alone: it has one a warpgroup
 
 
-def _turn(how: str) -> None:
+def _turn(action: str) -> None:
     """Two warpgroups at a barrier: "sync" waits for the one before, "arrive" lets the next
     one start."""
 
@@ -57,11 +57,11 @@ def _turn(how: str) -> None:
     def run(ctx):
         del ctx
         whose = shifted(mgpu.thread_idx(), 7)  # the warpgroup
-        if how == "arrive":
+        if action == "arrive":
             after = plus(whose, 1)
             is_last = arith.cmpi(arith.CmpIPredicate.eq, after, value(GROUPS))
             whose = arith.select(is_last, value(0), after)
-        asm([], f"bar.{how} $0, 256;", [plus(whose, FREE)], "r")
+        asm([], f"bar.{action} $0, 256;", [plus(whose, FREE)], "r")
         return ()
 
     call: Any = run  # its first argument comes from Pallas
@@ -125,8 +125,8 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bo
         def finish(run, out_smem):
             zero = jnp.zeros((ROWS, TILE), jnp.float32)
             out = run(plgpu.layout_cast(zero, plgpu.Layout.WGMMA))
-            place = i * CTA[0] + wg * ROWS, j * CTA[1]
-            send(out, place, out_smem, out_gmem)
+            corner = i * CTA[0] + wg * ROWS, j * CTA[1]
+            send(out, corner, out_smem, out_gmem)
 
         return Job(inputs(i, j), specs, k // TILE, step, finish)
 

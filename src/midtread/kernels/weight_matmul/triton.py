@@ -30,7 +30,7 @@ from midtread.numerics.formats import Format, dtype_bits
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlocks:
-    how: str  # "fma" or "dot"
+    multiply: str  # "fma" or "dot"
     n: int  # bytes of a row that one program reads
     k: int  # rows of the weight in one load
     loads: int  # of them in flight
@@ -165,8 +165,8 @@ def weight_matmul(
     planes = 8 // dtype_bits(fmt.dtype)
     group = None if scale_PGB is None else k // scale_PGB.shape[1]
     split_k = k // blocks.split
-    padded = m if blocks.how == "fma" else block_m
-    body = _fma_body if blocks.how == "fma" else _dot_body
+    padded = m if blocks.multiply == "fma" else block_m
+    body = _fma_body if blocks.multiply == "fma" else _dot_body
     body = functools.partial(
         body, fmt=fmt, blocks=blocks, rows=m, group=group, native=not interpret
     )

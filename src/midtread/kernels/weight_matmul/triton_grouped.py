@@ -67,8 +67,8 @@ def _body(
     columns = pl.ds(column, blocks.n)
 
     def scale(plane, tile):
-        found = pltriton.load(s_ref.at[jnp.int32(plane), own, tile, columns])
-        return found.astype(jnp.float32)[None, :]
+        values = pltriton.load(s_ref.at[jnp.int32(plane), own, tile, columns])
+        return values.astype(jnp.float32)[None, :]
 
     def body(i, total):
         at = pl.ds(start + i * blocks.k, blocks.k)

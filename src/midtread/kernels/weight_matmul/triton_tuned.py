@@ -54,13 +54,17 @@ def fit(
     k, loads, split, n = blocks.k, blocks.loads, blocks.split, blocks.n
     while num_b % n and n > 32:
         n //= 2
-    if blocks.how == "dot":
+    if blocks.multiply == "dot":
         k = min(k, group or k)
     elif group and (k * loads) % group:
         return None
     unit = max(k * loads, group or 1)
     while num_k % (split * unit) and split > 1:
         split //= 2
-    if num_b % n or num_k % (split * unit) or k < (16 if blocks.how == "dot" else 1):
+    if (
+        num_b % n
+        or num_k % (split * unit)
+        or k < (16 if blocks.multiply == "dot" else 1)
+    ):
         return None
     return dataclasses.replace(blocks, n=n, k=k, split=split)

@@ -24,11 +24,11 @@ from midtread.kernels.hopper.threads import (
     address_of,
     asm,
     flipped,
+    load_pair,
     modulo,
     plus,
     shifted,
     times,
-    two_of,
     value,
     word_type,
     words_of,
@@ -115,33 +115,33 @@ def finish(
         needed = division.deep * rows * COLUMNS * 4
         assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
         asm([], "barrier.sync 0;", [], "")
-        for j in division.mine():
+        for j in division.accumulators():
             _put(ring, division, j, words_of(rest.pop(0)), rows)
         asm([], "barrier.sync 0;", [], "")
         own, first, *counts = [v.registers.flat[0] for v in rest] or [0, 0, m]
         total = functools.partial(_total, ring, division, rows=rows)
         groups = division.groups
-        found = (
+        results = (
             _in_cluster(total, groups, m, *sent)
             if sent
             else _alone(total, groups, rows)
         )
-        for row, column, both in found:
+        for row, column, both in results:
             if scale is not None:
                 start = address_of(factors, times(column, scale_size))
-                words = two_of(start, scale_size)
+                words = load_pair(start, scale_size)
                 words = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words]
                 both = [arith.mulf(v, f) for v, f in zip(both, words)]
-            place = plus(times(row, strides[1]), column)
+            element = plus(times(row, strides[1]), column)
             row = plus(row, times(first, -1))
             for s in range(num_slots):
-                address = address_of(out, times(plus(place, s * strides[0]), size))
+                address = address_of(out, times(plus(element, s * strides[0]), size))
                 _write(address, _chosen(both, own, s), row, counts[s], size)
 
     run(*refs, *sums, *known)
 
 
-def _places(groups: int, count: int) -> list:
+def _positions(groups: int, count: int) -> list:
     """(i, column) of this thread for `count` lines of 256, or more than that: a warpgroup
     takes a line at a time, and a thread two columns of it."""
     threads = [plus(mgpu.thread_idx(), i * 128) for i in range(0, count, groups)]
@@ -152,7 +152,7 @@ def _alone(total: Callable, groups: int, rows: int) -> list:
     """(row, column, two neighbours) of what this thread writes, added up over all sets."""
     return [
         (row, column, total(arith.minui(row, value(rows - 1)), column))
-        for row, column in _places(groups, rows)
+        for row, column in _positions(groups, rows)
     ]
 
 
@@ -160,26 +160,26 @@ def _in_cluster(total: Callable, groups: int, m: int, received, signal) -> list:
     """The same, added up over all programs of a cluster; they share m rows."""
     away, share, _ = received.type.shape
     cluster, rank = away + 1, _rank()
-    places = _places(groups, share)
+    positions = _positions(groups, share)
     last = lambda row: arith.minui(row, value(m - 1))
     slot = lambda d, i: plus(d * share, arith.minui(i, value(share - 1)))
     asm([], "barrier.cluster.wait.acquire.aligned;", [], "")
     for d in range(away):  # to the program d + 1 further on
         to = arith.remui(plus(rank, d + 1), value(cluster))
-        for i, column in places:
+        for i, column in positions:
             row = plus(times(i, cluster), to)
-            place = address_of(received, _offset(slot(d, i), column))
-            given = [llvm.ptrtoint(word_type(), place), _word(signal), to]
+            target = address_of(received, _offset(slot(d, i), column))
+            given = [llvm.ptrtoint(word_type(), target), _word(signal), to]
             given += [*total(last(row), column), row, value(m)]
             asm([], _SEND, given, "r,r,r,f,f,r,r")
-    rows = [plus(times(i, cluster), rank) for i, _ in places]
-    own = [total(last(row), column) for row, (_, column) in zip(rows, places)]
+    rows = [plus(times(i, cluster), rank) for i, _ in positions]
+    own = [total(last(row), column) for row, (_, column) in zip(rows, positions)]
     asm([], _WAIT, [_word(signal)], "r")
-    found = []
-    for row, (i, column), both in zip(rows, places, own):
+    results = []
+    for row, (i, column), both in zip(rows, positions, own):
         given = [address_of(received, _offset(slot(d, i), column)) for d in range(away)]
-        found.append((row, column, _added([both, *map(_pair, given)])))
-    return found
+        results.append((row, column, _added([both, *map(_pair, given)])))
+    return results
 
 
 def _chosen(both, own, s: int):
@@ -200,14 +200,14 @@ def _offset(row, column):
     return times(plus(times(row, COLUMNS), column), 4)
 
 
-def _place(ring, division: Division, part, row, column, rows: int):
-    """Where a set's sums of a row lie: even rows first. Columns trade places by row, so that
+def _address(ring, division: Division, part, row, column, rows: int):
+    """Where a set's sums of a row lie: even rows first. Columns trade positions by row, so that
     lanes meet no bank when they write."""
     near, far = (2, 16) if division.bits == 4 else (8, 16)
     two = shifted(row, 1)
     spread = plus(times(modulo(two, 2), near), times(modulo(shifted(two, 1), 2), far))
-    line = plus(times(part, rows), times(modulo(row, 2), rows // 2), two)
-    return address_of(ring, _offset(line, flipped(column, spread)))
+    slot = plus(times(part, rows), times(modulo(row, 2), rows // 2), two)
+    return address_of(ring, _offset(slot, flipped(column, spread)))
 
 
 def _put(ring, division: Division, j, words, rows: int):
@@ -216,7 +216,7 @@ def _put(ring, division: Division, j, words, rows: int):
     thread = mgpu.thread_idx()
     across = division.across.bit_length() - 1
     part = 0 if division.deep == 1 else shifted(thread, 7 + across)
-    column = division.place(j)[0]
+    column = division.location(j)[0]
     for t in range(rows // 8):
         for odd in (0, 1):
             packed = llvm.mlir_undef(pair)
@@ -224,7 +224,7 @@ def _put(ring, division: Division, j, words, rows: int):
                 word = words[4 * t + 2 * h + odd]
                 packed = llvm.insertelement(packed, word, value(h))
             row = plus(times(modulo(thread, 4), 2), 8 * t + odd)
-            llvm.store(packed, _place(ring, division, part, row, column, rows))
+            llvm.store(packed, _address(ring, division, part, row, column, rows))
 
 
 def _pair(address):
@@ -234,9 +234,9 @@ def _pair(address):
 
 def _total(ring, division: Division, row, column, rows: int) -> list:
     """Two neighbours, added up over the sets of warpgroups."""
-    place = functools.partial(_place, ring, division)
+    address = functools.partial(_address, ring, division)
     return _added(
-        [_pair(place(part, row, column, rows)) for part in range(division.deep)]
+        [_pair(address(part, row, column, rows)) for part in range(division.deep)]
     )
 
 

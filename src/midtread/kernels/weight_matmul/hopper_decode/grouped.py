@@ -110,8 +110,11 @@ def _after(firsts: list, size, num_rows: int, walks: list[Walk]) -> list:
     """The first row and the first blocks of the group after one of so many rows."""
     start, *blocks = firsts
     end = jnp.minimum(start + size, num_rows)
-    held = jnp.where(end > start, end - lax.div(start, STRIP) * STRIP, 0)
-    return [end, *(b + _over(held, w.rows) for b, w in zip(blocks, walks))]
+    num_rows_of_blocks = jnp.where(end > start, end - lax.div(start, STRIP) * STRIP, 0)
+    return [
+        end,
+        *(b + _over(num_rows_of_blocks, w.rows) for b, w in zip(blocks, walks)),
+    ]
 
 
 def by_xla(sizes_G: jax.Array, num_rows: int, walks: list[Walk]) -> GroupStarts:
@@ -175,9 +178,9 @@ def _over_items(
         item = lax.div(start + i, units)
         group, row, tile = groups.find(walk, item)
         chunk = (start + i - item * units) * deep + ring
-        place = (group * plan.num_chunks + chunk) * plan.blocks.k
+        first = (group * plan.num_chunks + chunk) * plan.blocks.k
         row = pl.multiple_of(row, STRIP)
-        return pipeline.BlockAddress(place, tile, row, chunk * plan.blocks.k)
+        return pipeline.BlockAddress(first, tile, row, chunk * plan.blocks.k)
 
     me = pipeline.this_warpgroup(plan, lambda ring: stop - start, address)
     pipeline.fill(plan, refs, me)
@@ -199,10 +202,10 @@ def _over_items(
 
 
 def _write(
-    plan: Plan, refs: References, me: Warpgroup, sums, place, limits, slot, written
+    plan: Plan, refs: References, me: Warpgroup, sums, item, limits, slot, written
 ):
     del me
-    (group, row, tile), (low, high) = place, limits
+    (group, row, tile), (low, high) = item, limits
     columns = pl.ds(tile * COLUMNS, COLUMNS)
     out = refs.out.at[:, pl.ds(row, refs.x_ring.shape[1]), columns]
     scale = refs.column_scales
@@ -212,10 +215,10 @@ def _write(
     exchange.finish(out, refs.exchange, sums, scale, plan.division, slots=slots)
 
 
-def _write_interpreted(plan: Plan, refs: References, me: Warpgroup, sums, place, limits, slot, written):  # fmt: skip
+def _write_interpreted(plan: Plan, refs: References, me: Warpgroup, sums, item, limits, slot, written):  # fmt: skip
     """Whole blocks, apart by groups, which XLA puts in place."""
     del limits
-    group, row, tile = place
+    group, row, tile = item
     if refs.column_scales is not None:
         scale = refs.column_scales.at[group, pl.ds(tile * COLUMNS, COLUMNS)]
         scale = scale[...].astype(jnp.float32)[None]
@@ -309,10 +312,10 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
 def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> dict:
     """What the kernel reads, by its name in References."""
     num_n, rows = scale_GTN.shape[2], bytes_GKB.shape[0] * bytes_GKB.shape[1]
-    found = {"x": x, "codes": bytes_GKB.reshape(rows, -1)}
+    operands = {"x": x, "codes": bytes_GKB.reshape(rows, -1)}
     if plan.group:
-        return found | {"group_scales": scale_GTN.reshape(-1, num_n)} | plan.table_operand()  # fmt: skip
-    return found | plan.table_operand() | {"column_scales": scale_GTN[:, 0]}
+        return operands | {"group_scales": scale_GTN.reshape(-1, num_n)} | plan.table_operand()  # fmt: skip
+    return operands | plan.table_operand() | {"column_scales": scale_GTN[:, 0]}
 
 
 def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
@@ -326,8 +329,8 @@ def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
 
 def _buffers(plan: Plan, rows: int, scale_GTN) -> dict:
     """The shared memory of one choice, by its names in References."""
-    found = plan.buffers(rows, scale_GTN if plan.group else None)
+    buffers = plan.buffers(rows, scale_GTN if plan.group else None)
     if not plan.native:
-        return found | plan.interpreter_buffers()
+        return buffers | plan.interpreter_buffers()
     shape = plan.blocks.exchanged(rows) // 128, 128
-    return found | {"exchange": plgpu.SMEM(shape, jnp.int8, transforms=SWIZZLED)}
+    return buffers | {"exchange": plgpu.SMEM(shape, jnp.int8, transforms=SWIZZLED)}

@@ -99,15 +99,15 @@ class Plan(ring.Plan):
         """Rings for `rows` rows of x and for scales of groups, and the table."""
         blocks, division = self.blocks, self.division
         count, width = blocks.stages * blocks.deep, COLUMNS * division.bits // 8
-        found = ring.ring_buffers(
+        buffers = ring.ring_buffers(
             self, count, blocks.k, rows, COLUMNS, width,
             x_columns=64 if self.by_warps else self.inner,
             scale_dtype=None if scale is None else scale.dtype,
         )  # fmt: skip
         if not self.by_warps:
             barrier = {"num_arrivals": division.across, "num_barriers": count}
-            found["empty"] = plgpu.Barrier(**barrier)
-        return found | self.table_buffers()
+            buffers["empty"] = plgpu.Barrier(**barrier)
+        return buffers | self.table_buffers()
 
     def interpreter_buffers(self) -> dict:
         each = self.division.groups * self.blocks.wide, 64, self.inner
@@ -198,9 +198,9 @@ def _is_folded(plan: Plan, refs: References) -> bool:
 
 def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
     """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
-    found = (_sums_by_warps if plan.by_warps else _sums)(plan, refs, me)
+    totals = (_sums_by_warps if plan.by_warps else _sums)(plan, refs, me)
     power = decoding.power(plan.fmt, _is_folded(plan, refs)) if plan.native else 0
-    return [one * 2.0**power for one in found] if power else found
+    return [one * 2.0**power for one in totals] if power else totals
 
 
 def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:

@@ -71,7 +71,7 @@ def grouped_choices(
 ) -> tuple[Choice, ...]:
     """Of `rows` rows a group on average by weights [K, N] on Hopper: blocks for so many rows
     and for more; none if they do not divide."""
-    found = []
+    choices = []
     for entry in table(__file__)["groups"]:
         if entry["bits"] != dtype_bits(fmt.dtype) or entry["rows"] < rows:
             continue
@@ -80,9 +80,9 @@ def grouped_choices(
             spare = blocks.exchanged(each) + HELD
             blocks = _fitted(blocks, fmt, each, shape, group, spare)
             if blocks is not None and shape[0] % (blocks.k * blocks.deep) == 0:
-                found.append(Choice(each, entry["cost"], blocks))
+                choices.append(Choice(each, entry["cost"], blocks))
                 break
-    return tuple(found[:2])
+    return tuple(choices[:2])
 
 
 def _fitted(

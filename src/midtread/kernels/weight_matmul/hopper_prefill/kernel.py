@@ -122,10 +122,10 @@ def _buffers(plan: Plan, out_dtype) -> dict:
         empty = plgpu.ClusterBarrier(collective_axes=("pair",), **count)
     else:
         empty = plgpu.Barrier(**count)
-    found = {"out_smem": plgpu.SMEM(shape, out_dtype, transforms=order)}
-    found |= {name: ring[name] for name in ("x_ring", "codes_ring", "full")}
-    found |= {"empty": empty} | ring | plan.table_buffers()
+    buffers = {"out_smem": plgpu.SMEM(shape, out_dtype, transforms=order)}
+    buffers |= {name: ring[name] for name in ("x_ring", "codes_ring", "full")}
+    buffers |= {"empty": empty} | ring | plan.table_buffers()
     if not plan.native:
         operand = plan.fmt.dtype if plan.is_codes else jnp.bfloat16
-        found["left_operands"] = plgpu.SMEM((GROUPS, 64, plan.inner), operand)
-    return found
+        buffers["left_operands"] = plgpu.SMEM((GROUPS, 64, plan.inner), operand)
+    return buffers

@@ -51,14 +51,14 @@ class Lanes(NamedTuple):
     wide: int = 1
     shared: int = 1
 
-    def mine(self) -> list[Any]:
+    def accumulators(self) -> list[Any]:
         """This thread's one accumulator: that of its warpgroup."""
         return [modulo(shifted(mgpu.thread_idx(), 7), 2)]
 
-    def place(self, j):
+    def location(self, j):
         """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
         if self.bits == 8:
-            return Division(8).place(j)
+            return Division(8).location(j)
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
         strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
@@ -70,7 +70,7 @@ class Lanes(NamedTuple):
         return [lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)]
 
 
-def _places(ref, byte) -> list:
+def _addresses(ref, byte) -> list:
     """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of 128 bytes, in which units
     of 16 trade places by row."""
     c, box = modulo(mgpu.thread_idx(), 4), times(shifted(byte, 7), 1024)
@@ -99,16 +99,16 @@ def turned(ref: Any, dtype) -> jax.Array:
         # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and wants four of 16
         # rows, so two words. Which two come first differs between lanes, so that no two rows
         # meet in a bank.
-        part, place = shifted(lane, 3), modulo(lane, 8)
-        pair = shifted(place, 1)
+        part, row_of_8 = shifted(lane, 3), modulo(lane, 8)
+        pair = shifted(row_of_8, 1)
         half = flipped(modulo(part, 2), shifted(pair, 1))
         row = plus(
             times(shifted(part, 1), 16),
             times(pair, 4),
             times(half, 2),
-            modulo(place, 2),
+            modulo(row_of_8, 2),
         )
-        start = _line(ref, row)
+        start = _unit_of_warp(ref, row)
         is_swapped = shifted(modulo(lane, 4), 1)
         registers = []
         for at in range(0, rows, 32):
@@ -124,14 +124,14 @@ def turned(ref: Any, dtype) -> jax.Array:
     return run(ref)
 
 
-def _line(ref, row):
+def _unit_of_warp(ref, row):
     """Where this warp's 16 bytes of a row lie, in tiles of 8 rows of 128 bytes."""
     thread = mgpu.thread_idx()
     unit = modulo(shifted(thread, 5), 8)  # 4 warps in each of 2 warpgroups
     within = modulo(row, 8)
-    place = plus(times(shifted(row, 3), 1024), times(within, 128))
-    place = plus(place, times(flipped(unit, within), 16))
-    return llvm.ptrtoint(word_type(), address_of(ref, place))
+    offset = plus(times(shifted(row, 3), 1024), times(within, 128))
+    offset = plus(offset, times(flipped(unit, within), 16))
+    return llvm.ptrtoint(word_type(), address_of(ref, offset))
 
 
 def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
@@ -146,9 +146,9 @@ def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
         del ctx
         both = ir.VectorType.get((2,), ir.F32Type.get())
         narrow = ir.VectorType.get((2,), ir.BF16Type.get())
-        column = lanes.place(*lanes.mine())[0]
+        column = lanes.location(*lanes.accumulators())[0]
         byte = times(modulo(column, 64), size)
-        starts = _places(ref, byte)
+        starts = _addresses(ref, byte)
         for tile, pair in enumerate(sums.registers.reshape(-1, 2)):  # [8 rows, column]
             for odd, start in enumerate(starts):
                 packed = llvm.mlir_undef(both)

@@ -34,13 +34,13 @@ def prefill_blocks(
         return None
     cost = table(__file__)["mixed"][str(dtype_bits(dtypes[0]))]
     most = min(256, -(-rows // 32) * 32)
-    found = [
+    candidates = [
         prefill_time(PrefillBlocks(rows=each, split=split), rows, shape, cost)
         for each in range(min(64, most), most + 1, 32)
         for split in range(1, 9)
         if num_k % (whole * split) == 0
     ]
-    _, blocks = min(found, key=lambda pair: pair[0])
+    _, blocks = min(candidates, key=lambda pair: pair[0])
     is_deep = blocks.rows <= 128 and (
         not group or group % whole == 0 or whole % group == 0
     )
