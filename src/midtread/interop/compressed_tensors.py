@@ -64,22 +64,29 @@ def find(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
                 "quantization_config", f"{key} is not read: {json.dumps(given)[:100]}"
             )
     groups = _groups(config)
-    weights, notes = {}, []
+    weights, notes, activations = {}, [], {}
     for name in tensors:
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
         group = _group_of(module, groups)
         weights[f"{module}.weight"] = _weight(tensors, module, group, config)
+        kind = _activations(group.get("input_activations"))
+        if kind is not None:
+            activations[f"{module}.weight"] = kind
     unused = frozenset(n for n in tensors if _ACTIVATIONS.fullmatch(n))
     if any(_is_static(g.get("input_activations")) for g in groups):
         notes.append(
             "Activations were calibrated (input_scale); here their range is found anew in "
-            "every batch, or they stay as they are."
+            "every batch."
         )
     if config.get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is not taken over: write quantize_kvcache=true.")
-    return Found(weights, unused, tuple(notes))
+    if any(g.get("input_activations") for g in groups) and not activations:
+        notes.append(
+            "Activations stay as they are: their format is for weights alone here."
+        )
+    return Found(weights, unused, tuple(notes), activations)
 
 
 def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -112,6 +119,15 @@ def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, 
     raise layouts.refuse(
         module, "is quantized, but no config group has it among its targets"
     )
+
+
+def _activations(args: Any) -> tuple[str, int | None] | None:
+    """Format and tile of activations of 8 bits; None for all others."""
+    if not isinstance(args, Mapping) or args.get("num_bits") != 8:
+        return None
+    qtype = "float8_e4m3fn" if args.get("type") == "float" else "int8"
+    size = args.get("group_size")
+    return qtype, size if type(size) is int and size > 0 else None
 
 
 def _is_static(activations: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from midtread.interop import gguf, layouts
+from midtread.interop import gguf, gguf_blocks, layouts
 from midtread.interop.huggingface import Tensor
 from midtread.numerics.qarray import QArray
 
@@ -176,6 +176,11 @@ class GGUFModel:
                 about[key] = number
         stretch = self._stretch(about)
         return {**about, **({"rope_scaling": stretch} if stretch else {})}
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is in codes."""
+        kind = self.file.tensors[self._places[name][0]].kind
+        return kind in gguf_blocks.BLOCKS
 
     def _stretch(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
         """Llama 3.1's rope_scaling, from the factors that a file has in its place."""

@@ -50,11 +50,14 @@ class Found(NamedTuple):
         weights: by the name that the float tensor would have.
         unused: tensors that say nothing about weights (scales of activations).
         notes: sentences for whoever imports: what the folder asks for and is not done.
+        activations: by weight, the format that its other operand is to be quantized to in
+            every batch, and the columns that share a scale there (None: all).
     """
 
     weights: dict[str, Weight]
     unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    activations: Mapping[str, tuple[str, int | None]] = {}
 
 
 def refuse(where: str, what: str) -> ValueError:

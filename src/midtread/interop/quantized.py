@@ -87,6 +87,7 @@ class QuantizedFolder:
     def __init__(self, folder: huggingface.Folder, found: Found):
         self.folder, self.name, self.config = folder, folder.name, folder.config
         self.weights, self.notes = found.weights, found.notes
+        self.activations = found.activations
         used = {n for w in self.weights.values() for n in w.tensors.values()}
         extra = _leftovers(folder.tensors, used | found.unused)
         if extra:

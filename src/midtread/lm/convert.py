@@ -26,7 +26,7 @@ import jax
 from flax import nnx
 
 from midtread.interop import orbax as interop
-from midtread.lm import checkpoint, quantization, settings
+from midtread.lm import checkpoint, codes, huggingface, quantization, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
 from midtread.lm.config import Config, Model, UsageError, require, section
@@ -64,6 +64,10 @@ def load(config: Config, path: str) -> nnx.Module:
     """The model at `path`: a quantized checkpoint as it is; a float one quantized in
     memory if the config asks for it."""
     layout = serving_layout(config)
+    if folder := huggingface.folder_in(path):
+        found = huggingface.arrays(folder, section(config, Model))
+        if codes.has_codes(found):
+            return on_devices(layout, codes.load(config, found))
     if not is_quantized(path):
         model = on_devices(layout, models.abstract(section(config, Model)))
         state = nnx.state(model, nnx.Param)

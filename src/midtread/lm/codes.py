@@ -1,0 +1,102 @@
+"""Codes: a published model whose weights are quantized, run as it is.
+
+Where a folder has codes (interop/quantized.py), the model gets boxes with those codes in
+place of its kernels, and runs under `PtqProvider`, which multiplies by a box whatever is in
+it: any format, any tile, zero points. Nothing is dequantized and rounded again. What is no
+kernel (the embedding, norms, biases) is float in the model, so codes there become what they
+stand for.
+
+Activations stay in float, unless the folder says that they are quantized in every batch
+(compressed-tensors' W8A8 and FP8): then a rule for that module says so, too. Adapters go on
+top as on any quantized model (QLoRA): `apply_lora_to_model` with a `LoraProvider` whose rules
+have no `weight_qtype`.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from midtread.interop import export
+from midtread.lm import model as models
+from midtread.lm.build import some_tokens
+from midtread.lm.config import Config, Model, require, section
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
+from midtread.model.quantize import quantize_model
+from midtread.model.rules import QuantizationRule
+from midtread.numerics import views
+from midtread.numerics.qarray import QArray, dequantize
+from midtread.numerics.spec import Spec
+from midtread.providers.params import value_at
+from midtread.providers.ptq import PtqProvider
+
+KERNELS = ("kernel", "wi_0", "wi_1", "wo")  # parameters that a matmul takes as they are
+
+
+def has_codes(found: Any) -> bool:
+    """Whether some of a folder's arrays are quantized (`huggingface.arrays`)."""
+    return any(export.is_quantized(found.source, name) for name in found.source.tensors)
+
+
+def load(config: Config, found: Any) -> nnx.Module:
+    """The model that a folder's arrays amount to, with codes where the folder has them.
+
+    Args:
+        config: of the model; without quantization, which the folder has done.
+        found: `huggingface.arrays` of the folder.
+
+    Raises:
+        UsageError: the config asks for quantization of its own.
+    """
+    require(
+        not config.quantization and not config.quant,
+        f"{found.source.name} is quantized already: drop quantization="
+        f"{config.quantization}. To quantize it differently, take the float model.",
+    )
+    model = models.abstract(section(config, Model))
+    rules = []
+    for path in found:
+        *inside, name = (int(p) if p.isdigit() else p for p in path.split("/"))
+        module = value_at(model, tuple(inside))
+        held = getattr(module, name)
+        array = found[path]
+        if not isinstance(array, QArray):
+            value = jnp.asarray(array).astype(held.dtype)
+            setattr(module, name, flaxlib.like(held, value))
+            continue
+        q = array.map(jnp.asarray)
+        if name not in KERNELS:
+            setattr(module, name, flaxlib.like(held, dequantize(q, held.dtype)))
+            continue
+        boxed = WithAux(q, spec_of(q))
+        boxed = jax.tree.map(lambda v, held=held: flaxlib.like(held, v), boxed)
+        setattr(module, name, boxed)
+        rules += _activation_rules(found, path)
+    provider = PtqProvider(rules)
+    return quantize_model(model, provider, some_tokens(config), donate=True)
+
+
+def spec_of(q: QArray) -> Spec:
+    """A Spec that says of a weight what its scales do; axes of a stack are not its own."""
+    inner = q
+    while inner.ndim > 2:
+        inner = inner[0]
+    tiles = views.tiled_axes(inner)
+    own = [a for a, n in enumerate(inner.scale.shape) if n != 1 and a not in tiles]
+    method = "absmax" if q.zero_point is None else "minmax"
+    return Spec(q.format, tuple(own), tiles, method)
+
+
+def _activation_rules(found: Any, path: str) -> list[QuantizationRule]:
+    """A rule for the module of a weight whose activations are quantized, too."""
+    known = getattr(found.source, "activations", {})
+    places = found.places(path) if hasattr(found, "places") else found._places[path]
+    kinds = {known.get(name) for _, name, _ in places}
+    if len(kinds) != 1 or None in kinds:
+        return []
+    qtype, tile = kinds.pop()
+    module = re.sub(r"/\d+/", "/[0-9]+/", path.rpartition("/")[0])
+    return [QuantizationRule(module_path=module, act_qtype=qtype, tile_size=tile)]

@@ -1,0 +1,92 @@
+"""Quantized folders of others as models: they run, are judged, and take adapters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import midtread as mt
+from midtread.interop import export, quantized
+from midtread.interop.huggingface import Folder, write_tensors
+from midtread.lm import convert, settings
+from midtread.model.boxes import WithAux
+from tests.interop.test_export import CONFIG, tensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama") / "float"
+    write_tensors(path, tensors(), CONFIG)
+    return Folder(path)
+
+
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 96, (2, 16)), jnp.int32)
+
+
+def logits(path, *words):
+    ((_, config),) = settings.load_checkpoints([str(path), *words])
+    model = convert.load(config, str(path))
+    return model, np.asarray(nnx.jit(lambda m, t: m(t).logits)(model, tokens()))
+
+
+def dequantized(source, folder, path):
+    """A float folder of what the codes stand for."""
+    held = {}
+    for name in source.tensors:
+        x = source.read(name)
+        if isinstance(x, mt.QArray):
+            x = np.asarray(mt.dequantize(x.map(jnp.asarray), jnp.float32))
+        held[name] = np.asarray(x)
+    write_tensors(path, held, folder.config)
+    return path
+
+
+@pytest.mark.parametrize("name", ["w4a16_asym", "fp8_block", "nvfp4", "gptq", "mlx4"])
+def test_a_quantized_folder_runs_on_its_codes(folder, tmp_path, name):
+    path = export.export(folder, tmp_path / "coded", name)
+    source = quantized.open_model(path)
+    source.activations = {}
+    want = logits(dequantized(source, folder, tmp_path / "float"))[1]
+    model, got = logits(path)
+    boxes = [n for _, n in nnx.iter_graph(model) if isinstance(n, WithAux)]
+    assert {b.how.format.name for b in boxes} == {export.TARGETS[name].qtype}
+    tolerance = 0.1 if name == "fp8_block" else 1e-4  # its activations are in fp8 too
+    np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
+
+
+def test_adapters_are_trained_on_codes(folder, tmp_path):
+    """QLoRA: codes stay, adapters learn."""
+    path = export.export(folder, tmp_path / "coded", "awq", group_size=64)
+    model, _ = logits(path)
+    provider = mt.LoraProvider(module_path=".*mlp.*", rank=4, alpha=8.0)
+    with_adapters = mt.apply_lora_to_model(model, provider, tokens(), rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(model):
+        def loss(model):
+            out = model(tokens()).logits[:, :-1]
+            picked = jax.nn.log_softmax(out)[
+                jnp.arange(2)[:, None], jnp.arange(15), tokens()[:, 1:]
+            ]
+            return -picked.mean()
+
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        value, grads = nnx.value_and_grad(loss, argnums=wrt)(model)
+        params = nnx.state(model, nnx.LoRAParam)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 20 * g, params, grads))
+        return value
+
+    losses = [float(step(with_adapters)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    after = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert any(x.dtype == jnp.int4 for x in after)
+
+
+def test_quantizing_again_is_refused(folder, tmp_path):
+    path = export.export(folder, tmp_path / "coded", "awq")
+    with pytest.raises(
+        ValueError, match="is quantized already: drop quantization=int8w"
+    ):
+        logits(path, "quantization=int8w")
