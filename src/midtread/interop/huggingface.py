@@ -413,6 +413,10 @@ class Arrays(Mapping):
     def __len__(self) -> int:
         return len(self._places)
 
+    def names(self, path: str) -> list[str]:
+        """The tensors that an array is made of."""
+        return [name for _, name, _ in self._places[path]]
+
     def __getitem__(self, path: str) -> Any:
         """An array of the host, or a QArray: of one tensor, or a stack filled one by one."""
         return _array(self.source, self._places[path])

@@ -93,10 +93,10 @@ def spec_of(q: QArray) -> Spec:
 def _activation_rules(found: Any, path: str) -> list[QuantizationRule]:
     """A rule for the module of a weight whose activations are quantized, too."""
     known = getattr(found.source, "activations", {})
-    places = found.places(path) if hasattr(found, "places") else found._places[path]
-    kinds = {known.get(name) for _, name, _ in places}
-    if len(kinds) != 1 or None in kinds:
+    kinds = {known.get(name) for name in found.names(path)}
+    kind = kinds.pop()
+    if kinds or kind is None:
         return []
-    qtype, tile = kinds.pop()
+    qtype, tile = kind
     module = re.sub(r"/\d+/", "/[0-9]+/", path.rpartition("/")[0])
     return [QuantizationRule(module_path=module, act_qtype=qtype, tile_size=tile)]
