@@ -90,3 +90,19 @@ def test_quantizing_again_is_refused(folder, tmp_path):
         ValueError, match="is quantized already: drop quantization=int8w"
     ):
         logits(path, "quantization=int8w")
+
+
+def test_a_gguf_file_of_several_kinds_runs(folder, tmp_path):
+    """Layers in different formats are not stacked; what the file says is what runs."""
+    path = export.export(
+        folder, tmp_path / "mixed.gguf", "q4_k", skip=[r".*\.0\.mlp\.down_proj.*"]
+    )
+    source = quantized.open_model(path)
+    assert quantized.is_mixed(source)
+    want = logits(dequantized(source, folder, tmp_path / "float"))[1]
+    model, got = logits(path)
+    kinds = [
+        n.how.format.name for _, n in nnx.iter_graph(model) if isinstance(n, WithAux)
+    ]
+    assert set(kinds) == {"int4", "int6"}  # the head is Q6_K
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())

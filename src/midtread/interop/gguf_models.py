@@ -130,7 +130,7 @@ class GGUFModel:
     def __init__(self, path: Any):
         self.file = gguf.GGUF(path)
         self.name, self.notes = self.file.path, ()
-        self.kind = self._kind()
+        self.model = self._model()
         self.config = self._config()
         self._places = self._names()
         self.tensors = {
@@ -138,7 +138,7 @@ class GGUFModel:
             for name, place in self._places.items()
         }
 
-    def _kind(self) -> Kind:
+    def _model(self) -> Kind:
         name = self.file.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in BY_NAME:
             raise layouts.refuse(
@@ -148,26 +148,26 @@ class GGUFModel:
         return BY_NAME[name]
 
     def _key(self, key: str) -> Any:
-        return self.file.metadata.get(f"{self.kind.name}.{key}")
+        return self.file.metadata.get(f"{self.model.name}.{key}")
 
     def _config(self) -> dict[str, Any]:
         for key in _MUST:
             value = self._key(key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise layouts.refuse(
-                    self.name, f"its key {self.kind.name}.{key} is {value!r:.60}"
+                    self.name, f"its key {self.model.name}.{key} is {value!r:.60}"
                 )
         found = {v: self._key(k) for k, v in CONFIG.items() if self._key(k) is not None}
         if "token_embd.weight" not in self.file:
             raise layouts.refuse(self.name, "it has no tensor token_embd.weight")
         rows = self.file.tensors["token_embd.weight"].shape[0]
         about: dict[str, Any] = {
-            "model_type": self.kind.model_type,
-            "architectures": [self.kind.class_name],
+            "model_type": self.model.model_type,
+            "architectures": [self.model.class_name],
             "vocab_size": rows,
             "hidden_act": "silu",
             "tie_word_embeddings": "output.weight" not in self.file,
-            **self.kind.keys,
+            **self.model.keys,
             **found,
         }
         for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
@@ -177,10 +177,13 @@ class GGUFModel:
         stretch = self._stretch(about)
         return {**about, **({"rope_scaling": stretch} if stretch else {})}
 
+    def kind(self, name: str) -> str:
+        """The file's name for how a tensor is stored."""
+        return self.file.tensors[self._places[name][0]].kind
+
     def is_quantized(self, name: str) -> bool:
         """Whether a tensor is in codes."""
-        kind = self.file.tensors[self._places[name][0]].kind
-        return kind in gguf_blocks.BLOCKS
+        return self.kind(name) in gguf_blocks.BLOCKS
 
     def _stretch(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
         """Llama 3.1's rope_scaling, from the factors that a file has in its place."""
@@ -206,11 +209,11 @@ class GGUFModel:
         for tensor in self.file:
             if tensor == "rope_freqs.weight":
                 continue
-            name = to_name(tensor, self.kind)
+            name = to_name(tensor, self.model)
             if name is None:
                 raise layouts.refuse(
                     self.name,
-                    f"tensor {tensor!r} has no name in {self.kind.model_type}",
+                    f"tensor {tensor!r} has no name in {self.model.model_type}",
                 )
             if "{e}" not in name:
                 found[name] = (tensor, None)
@@ -229,11 +232,11 @@ class GGUFModel:
         array = self.file[tensor]
         if expert is not None:
             array = array[expert]
-        heads = turned_heads(self.kind, name, self.config)
+        heads = turned_heads(self.model, name, self.config)
         if heads:
             array = gguf.half_turned(array, heads)
-        if self.kind.norm_offset and name.endswith("norm.weight"):
-            array = array - np.asarray(self.kind.norm_offset, array.dtype)
+        if self.model.norm_offset and name.endswith("norm.weight"):
+            array = array - np.asarray(self.model.norm_offset, array.dtype)
         return array
 
 

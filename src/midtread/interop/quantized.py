@@ -15,6 +15,7 @@ the documentation's table is made from it.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -103,6 +104,13 @@ class QuantizedFolder:
             about = huggingface.Tensor(weight.shape, np.dtype(np.float32))
             self.tensors[name] = about
 
+    def kind(self, name: str) -> Any:
+        """What tensors of one format have in common."""
+        if name not in self.weights:
+            return "float"
+        held = self.weights[name].tensors
+        return sorted((role, *self.folder.tensors[n]) for role, n in held.items())
+
     def read(self, name: str) -> QArray | np.ndarray:
         """A tensor: a QArray of numpy arrays where it is quantized, an array elsewhere."""
         if name not in self.weights:
@@ -124,6 +132,18 @@ _PARTS = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
 def _leftovers(tensors: Mapping[str, Any], used: set[str] | frozenset[str]) -> set[str]:
     """Parts of quantized weights that no weight is made of."""
     return {n for n in tensors if n.rpartition(".")[2] in _PARTS and n not in used}
+
+
+def is_mixed(source: Any) -> bool:
+    """Whether layers of a source differ in format, so that they cannot be stacked."""
+    if not hasattr(source, "kind"):
+        return False
+    seen: dict[str, Any] = {}
+    for name in source.tensors:
+        kind = source.kind(name)
+        if seen.setdefault(re.sub(r"\.\d+\.", ".*.", name), kind) != kind:
+            return True
+    return False
 
 
 def open_model(path: Any) -> Any:

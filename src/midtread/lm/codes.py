@@ -59,7 +59,7 @@ def load(config: Config, found: Any) -> nnx.Module:
     model = models.abstract(section(config, Model))
     rules = []
     for path in found:
-        *inside, name = (int(p) if p.isdigit() else p for p in path.split("/"))
+        *inside, name = path.split("/")
         module = value_at(model, tuple(inside))
         held = getattr(module, name)
         array = found[path]

@@ -94,6 +94,9 @@ def keys_of(folder: Any) -> dict[str, Any]:
     stored = config.get("dtype", config.get("torch_dtype"))
     dtype = DTYPES.get(stored, "float32") if isinstance(stored, str) else "float32"
     out |= {"dtype": dtype, "weight_dtype": dtype, "run_name": folder.resolve().stem}
+    has_codes = is_gguf or any(key in config for key in QUANTIZED)
+    if has_codes and quantized.is_mixed(open_model(folder)):
+        out["scan_layers"] = False  # no stack holds two formats
     if is_gguf:
         out |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
     elif (folder / "tokenizer.json").is_file():
@@ -190,16 +193,16 @@ def import_folder(config: Config, source: str) -> Imported:
         "replaces an imported run.",
     )
     found = arrays(origin, section(config, Model))
-    source: Any = found.source
+    opened = found.source
     if config.tokenizer_type != "byte":
         tokenizer(config)  # refuses one that does not read, or has too many tokens
     partial = run.with_name(f"{run.name}.partial")  # until it is whole
     shutil.rmtree(partial, ignore_errors=True)
     (partial / WEIGHTS).mkdir(parents=True)
-    for file in _files(origin, source):
+    for file in _files(origin, opened):
         shutil.copyfile(file, partial / WEIGHTS / file.name)
     if origin.suffix == GGUF:  # what the file says, for whoever looks
-        hf.write_json(partial / WEIGHTS / "config.json", source.config)
+        hf.write_json(partial / WEIGHTS / "config.json", opened.config)
     about: dict[str, Any] = {"imported_from": str(origin), "tokenizer": "none"}
     if config.tokenizer_path:
         held = pathlib.Path(config.tokenizer_path).name
@@ -215,8 +218,8 @@ def import_folder(config: Config, source: str) -> Imported:
         shutil.rmtree(run)
     partial.rename(run)
     nbytes = sum(p.stat().st_size for p in (run / WEIGHTS).iterdir())
-    kind = str(architectures.architecture(source.config, str(origin)))
-    return Imported(run, len(source.tensors), nbytes, kind)
+    kind = str(architectures.architecture(opened.config, str(origin)))
+    return Imported(run, len(opened.tensors), nbytes, kind)
 
 
 def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
