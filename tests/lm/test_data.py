@@ -81,7 +81,7 @@ def test_files_of_text(tmp_path, capsys):
         data.splits(settings.load([*words, "text_field=body"]))
     for kind, content, expected in (
         ("jsonl", '{"text": "a"}\n\n[1]\n', "record 1 has no fields: it is \\[1\\]"),
-        ("jsonl", "\xff", "line 1 does not read as JSON"),
+        ("jsonl", "\xff", "bad.jsonl is not text: byte 0"),
         ("parquet", "PAR1 no more", "does not read as parquet"),
         ("text", None, "no such file"),
     ):

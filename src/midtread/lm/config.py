@@ -58,6 +58,7 @@ READS = {
     "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),
     "dataset_name": ("hf", "tfds"),
     "text_field": ("jsonl", "parquet", "hf", "tfds"),
+    "dataset_memory_mb": ("text", "jsonl", "parquet"),
 }
 DATASETS = Literal["corpus", "synthetic", "text", "jsonl", "parquet", "hf", "tfds"]
 
@@ -80,6 +81,14 @@ class Data:
         "byte", "byte: 256 bytes and an end mark; else a file, tokenizer_path"
     )
     tokenizer_path: str = key("", "tokenizer.json or a sentencepiece .model")
+    dataset_memory_mb: int = key(
+        512,
+        "text, jsonl, parquet: files of more are read as they are needed",
+        at_least=0,
+    )
+    grain_worker_count: int = key(
+        0, "processes that make batches; 0: a thread of this one", at_least=0
+    )
     packing: bool = key(
         True, "several documents to a row, none seeing the others; else one, padded"
     )

@@ -6,8 +6,8 @@ A row is a window of T tokens of all documents strung together, each ended by th
 tokenizer's end mark; tokens know their document and their place in it, so that none looks
 at, or is predicted from, another document (`lm/rows.py`). Rows can be had by number, which
 is what makes the order a function of the seed and a run resumable: grain's iterator says
-where it stands. Documents of a library may be too many to hold: those are had by number,
-and become rows on the way (`lm/stream.py`).
+where it stands. Documents of a library, or of files of more than `dataset_memory_mb`, may be
+too many to hold: those are had by number, and become rows on the way (`lm/stream.py`).
 
 The embedded corpus is the source code of Python's own standard library, there on every
 machine: .py files sorted by name, without folders of tests. Its digest is printed and
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from midtread.lm import stream
+from midtread.lm import files, stream
 from midtread.lm.config import Config, UsageError, require
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row, stack
 from midtread.lm.tokenizer import need, tokenizer
@@ -61,9 +61,9 @@ def corpus() -> Documents:
     """The standard library's source."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for folder, inside, files in os.walk(root):
+    for folder, inside, here in os.walk(root):
         inside[:] = sorted(d for d in inside if d not in NO_TESTS)
-        found += [pathlib.Path(folder, f) for f in files if f.endswith(".py")]
+        found += [pathlib.Path(folder, f) for f in here if f.endswith(".py")]
     names = {p.relative_to(root).as_posix(): p for p in found}
     order = sorted(names)
     return _files([names[n] for n in order], order)
@@ -81,6 +81,9 @@ def _paths(config: Config, suffix: str) -> list[pathlib.Path]:
 
 def _text(config: Config) -> Documents:
     paths = _paths(config, "")
+    for path in paths:
+        files.require_ends(path)
+        files.require_text(path, path.read_bytes())
     return _files(paths, [p.name for p in paths])
 
 
@@ -99,7 +102,10 @@ def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
 def _jsonl(config: Config) -> Documents:
     def records():
         for path in _paths(config, ".jsonl"):
-            text = path.read_text(encoding="utf-8", errors="replace")
+            files.require_ends(path)
+            content = path.read_bytes()
+            files.require_text(path, content)
+            text = content.decode("utf-8", "replace")
             for number, line in enumerate(text.split("\n")):
                 try:
                     if line.strip():
@@ -134,6 +140,19 @@ SOURCES = {
 }
 
 
+SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
+
+
+def _is_large(config: Config) -> bool:
+    """Whether files are read as they are needed, and not all at once."""
+    paths = _paths(config, SUFFIXES[config.dataset_type])
+    return sum(p.stat().st_size for p in paths) > config.dataset_memory_mb * 2**20
+
+
+def _records(config: Config) -> files.Lines | files.Groups:
+    return files.open_records(config, _paths(config, SUFFIXES[config.dataset_type]))
+
+
 # --- splits -----------------------------------------------------------------------------------
 
 
@@ -151,7 +170,10 @@ def splits(config: Config) -> Splits:
         return _synthetic(config)
     codec = tokenizer(config)
     if config.dataset_type in stream.LIBRARIES:
-        return Splits(*stream.splits(config, codec))
+        records = stream.LIBRARIES[config.dataset_type](config)
+        return Splits(*stream.splits(config, codec, records))
+    if config.dataset_type in SUFFIXES and _is_large(config):
+        return Splits(*stream.splits(config, codec, _records(config)))
     documents = SOURCES[config.dataset_type](config)
     dtype = np.uint16 if codec.size <= 2**16 else np.uint32
     ended = [
@@ -217,13 +239,29 @@ def batches(rows: Rows | stream.Stream, config: Config) -> Any:
     import grain
 
     if isinstance(rows, stream.Stream):
-        return iter(rows.rows(config.seed).batch(config.batch_size, batch_fn=stack))
+        made = rows.rows(config.seed).batch(config.batch_size, batch_fn=stack)
+        return iter(_by_workers(made, config))
     dataset = grain.MapDataset.source(rows).seed(config.seed)
     if config.dataset_type != "synthetic":
         dataset = dataset.shuffle()
     dataset = dataset.repeat(EPOCHS).batch(config.batch_size, batch_fn=stack)
     threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    return iter(dataset.to_iter_dataset(threads))
+    return iter(_by_workers(dataset.to_iter_dataset(threads), config))
+
+
+def _by_workers(dataset: Any, config: Config) -> Any:
+    """The same batches, made by other processes, each a part of them in turn."""
+    if not config.grain_worker_count:
+        return dataset
+    import grain
+    from absl import flags
+
+    if (
+        not flags.FLAGS.is_parsed()
+    ):  # its workers look at flags of a command line of absl's
+        flags.FLAGS.mark_as_parsed()
+    options = grain.MultiprocessingOptions(num_workers=config.grain_worker_count)
+    return dataset.mp_prefetch(options)
 
 
 def held_out(rows: Rows, config: Config) -> list[Batch]:

@@ -1,9 +1,11 @@
-"""Stream: documents of a library, read where they are, as they are needed.
+"""Stream: documents of a library, or of large files, read where they are, as they are
+needed.
 
+    text, jsonl, parquet      files of any size: `lm/files.py`
     hf      `datasets`: a name, a folder of files, or a dataset that was saved to disk
     tfds    TensorFlow Datasets, prepared as array_record, which can be read by number
 
-Both give a record by its number. So the order is a permutation of numbers that the seed
+All give a record by its number. So the order is a permutation of numbers that the seed
 decides, and nothing is held but a few batches:
 
     numbers, shuffled -> text -> tokens -> rows [T] -> batches
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from midtread.lm import files
 from midtread.lm.config import Config, UsageError, require
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row
 from midtread.lm.tokenizer import Tokenizer, need
@@ -121,7 +124,11 @@ class Stream:
         """A grain dataset of rows, in the order of `seed`."""
         import grain
 
-        dataset = grain.MapDataset.source(self.documents).seed(seed).shuffle().repeat()
+        if isinstance(self.documents.records, files.Groups):
+            dataset = grain.MapDataset.source(files.Shuffled(self.documents, seed))
+        else:
+            dataset = grain.MapDataset.source(self.documents).seed(seed).shuffle()
+        dataset = dataset.repeat()
         threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
         tokens = dataset.map(self.tokens).to_iter_dataset(threads)
         if not self.packed:
@@ -151,9 +158,10 @@ class Cut:
         return [rows[i] for i in range(len(rows))]
 
 
-def splits(config: Config, codec: Tokenizer) -> tuple[Stream, Rows, dict[str, Any]]:
+def splits(
+    config: Config, codec: Tokenizer, records: Any
+) -> tuple[Stream, Rows, dict[str, Any]]:
     """What to train on, what to be judged by, and what both are."""
-    records = LIBRARIES[config.dataset_type](config)
     require(
         len(records) >= HELD_OUT,
         f"dataset_type={config.dataset_type} has {len(records)} documents, and one of every "
@@ -175,6 +183,7 @@ def splits(config: Config, codec: Tokenizer) -> tuple[Stream, Rows, dict[str, An
     encoded = [text.encode("utf-8", "replace") for text in texts]
     about = {
         "documents": len(records),
+        **({"sha256": files.digest(records)} if _is_files(records) else {}),
         **codec.about,
         "held_out_documents": len(held),
         "held_out_rows": len(rows),
@@ -182,6 +191,10 @@ def splits(config: Config, codec: Tokenizer) -> tuple[Stream, Rows, dict[str, An
         "bytes_per_token": sum(map(len, encoded)) / sum(map(len, parts)),
     }
     return train, rows, about
+
+
+def _is_files(records: Any) -> bool:
+    return isinstance(records, files.Lines | files.Groups)
 
 
 GOLDEN = (

@@ -1,0 +1,271 @@
+"""Files: text, jsonl and parquet of any size, read where they lie, a record by its number.
+
+    text      a document is a file, or of a large one a piece of up to PIECE bytes that ends
+              with a line
+    jsonl     a document is a line; where lines begin is found in one pass over the bytes,
+              eight bytes of memory for each
+    parquet   a document is a row; row groups are read whole, a few are held
+
+So a run can begin anywhere: its place in the data is a number. Of parquet the groups are
+shuffled, and the rows within each (`Shuffled`): a shuffle of all rows would read a group for
+every row. What cannot be read is refused by name before anything is trained: a file that is
+empty, that ends within a line or a record, or whose bytes are not text.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from midtread.lm.config import Config, UsageError, require
+from midtread.lm.tokenizer import need
+
+PIECE = 2**18  # bytes of a document that is cut from a large text
+CHUNK = 2**24  # bytes that are looked at in one go
+EPOCHS = 1000  # that `Shuffled` has an order for
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def require_text(path: pathlib.Path, content: bytes, start: int = 0) -> None:
+    """Refuses bytes that are not UTF-8 text, naming the first; a letter cut off by the end
+    of `content` is nothing wrong."""
+    zero = content.find(b"\0")
+    try:
+        content.decode("utf-8")
+        wrong = zero
+    except UnicodeDecodeError as error:
+        is_cut = error.reason == "unexpected end of data"
+        wrong = zero if is_cut else error.start if zero < 0 else min(zero, error.start)
+    require(
+        wrong < 0,
+        f"{path} is not text: byte {start + wrong} of it is no UTF-8. Give text, or "
+        "dataset_type=parquet for a parquet file.",
+    )
+
+
+def require_ends(path: pathlib.Path) -> None:
+    """Looks at the first and the last bytes of a file of text."""
+    size = path.stat().st_size
+    require(size, f"{path} is empty: remove it, or give another dataset_path.")
+    with path.open("rb") as file:
+        require_text(path, file.read(2**16))
+        start = max(size - 2**16, 0)
+        file.seek(start)
+        last = file.read()
+    skip = 0 if not start else next(i for i, b in enumerate(last) if b & 0xC0 != 0x80)
+    require_text(path, last[skip:], start + skip)
+    try:
+        last[skip:].decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is cut off within its last letter.") from None
+
+
+# --- records by number ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Records of text or jsonl files: where each begins, in which file."""
+
+    paths: tuple[pathlib.Path, ...]
+    starts: (
+        np.ndarray
+    )  # [records + files] of each file: where records begin, and its size
+    firsts: np.ndarray  # [files + 1] where in `starts` a file's part begins
+    is_json: bool
+
+    def __len__(self) -> int:
+        return len(self.starts) - len(self.paths)
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """The first record of each file."""
+        return self.firsts[:-1] - np.arange(len(self.paths))
+
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        file = int(np.searchsorted(self.numbers, number, side="right")) - 1
+        at = int(self.firsts[file] + number - self.numbers[file])
+        begin, end = map(int, self.starts[at : at + 2])
+        with self.paths[file].open("rb") as handle:
+            handle.seek(begin)
+            content = handle.read(end - begin)
+        if not self.is_json:
+            return {"text": content.decode("utf-8", "replace")}
+        try:
+            return json.loads(content)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            where = f"{self.paths[file]}, the line at byte {begin}"
+            raise UsageError(f"{where}, does not read as JSON.") from None
+
+
+def _line_starts(path: pathlib.Path) -> np.ndarray:
+    """Where lines begin that are not blank; the size last."""
+    found, place = [np.zeros(1, np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10)
+            found.append(ends + place + 1)
+            place += len(chunk)
+    starts = np.concatenate(found)
+    starts = starts if starts[-1] == place else np.append(starts, place)
+    return starts[
+        np.append(np.diff(starts) > 2, True)
+    ]  # no record has two bytes or less
+
+
+def _pieces(path: pathlib.Path) -> np.ndarray:
+    """Where pieces of about PIECE bytes begin, each after a line's end; the size last."""
+    size, cuts = path.stat().st_size, [0]
+    with path.open("rb") as file:
+        while cuts[-1] + PIECE < size:
+            file.seek(cuts[-1] + PIECE)
+            cuts.append(min(cuts[-1] + PIECE + len(file.readline()), size))
+    return np.array([*cuts, size] if cuts[-1] < size else cuts, np.int64)
+
+
+def _lines(paths: Sequence[pathlib.Path], is_json: bool) -> Lines:
+    found = []
+    for path in paths:
+        require_ends(path)
+        starts = _line_starts(path) if is_json else _pieces(path)
+        if is_json:
+            require(len(starts) > 1, f"{path} has no records: remove it.")
+            require_last_record(path, starts)
+        found.append(starts)
+    firsts = np.cumsum([0, *map(len, found)])
+    return Lines(tuple(paths), np.concatenate(found), firsts, is_json)
+
+
+def require_last_record(path: pathlib.Path, starts: np.ndarray) -> None:
+    """Refuses a file whose last line was not written to its end."""
+    with path.open("rb") as file:
+        file.seek(int(starts[-2]))
+        line = file.read()
+    if not line.endswith(b"\n"):
+        try:
+            json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise UsageError(
+                f"{path} is cut off within its last line, at byte {starts[-2]}."
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Rows of parquet files."""
+
+    files: tuple[
+        tuple[pathlib.Path, int], ...
+    ]  # of each group: its file, its number there
+    starts: np.ndarray  # [groups + 1] the first row of each
+    column: str
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        group = int(np.searchsorted(self.starts, number, side="right")) - 1
+        rows = _group(*self.files[group], self.column)
+        return {self.column: rows[int(number - self.starts[group])].as_py()}
+
+
+@functools.lru_cache(maxsize=4)
+def _group(path: pathlib.Path, number: int, column: str) -> Any:
+    parquet = need("pyarrow.parquet", "dataset_type=parquet")
+    with parquet.ParquetFile(path) as file:
+        return file.read_row_group(number, columns=[column]).column(0)
+
+
+def _groups(paths: Sequence[pathlib.Path], column: str) -> Groups:
+    parquet = need("pyarrow.parquet", "dataset_type=parquet")
+    files, sizes = [], [0]
+    for path in paths:
+        require(path.stat().st_size, f"{path} is empty: remove it, or give another dataset_path.")  # fmt: skip
+        try:
+            with parquet.ParquetFile(path) as file:
+                about, names = file.metadata, file.schema_arrow.names
+        except (ValueError, OSError):
+            raise UsageError(f"{path} does not read as parquet: it may be cut off.") from None  # fmt: skip
+        require(
+            column in names,
+            f"{path} has no field text_field={column}; it has {', '.join(names)}.",
+        )
+        files += [(path, i) for i in range(about.num_row_groups)]
+        sizes += [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+    return Groups(tuple(files), np.cumsum(sizes), column)
+
+
+OPEN = {
+    "text": lambda config, paths: _lines(paths, is_json=False),
+    "jsonl": lambda config, paths: _lines(paths, is_json=True),
+    "parquet": lambda config, paths: _groups(paths, config.text_field),
+}
+
+
+def open_records(config: Config, paths: Sequence[pathlib.Path]) -> Lines | Groups:
+    """The records of these files, by number; nothing is held but where they begin."""
+    return OPEN[config.dataset_type](config, paths)
+
+
+def digest(records: Lines | Groups) -> str:
+    """A number that other files would not have: of names, and of where records begin."""
+    names = (
+        records.paths if isinstance(records, Lines) else [p for p, _ in records.files]
+    )
+    found = hashlib.sha256(records.starts.tobytes())
+    for path in names:
+        found.update(path.name.encode() + b"\0")
+    return found.hexdigest()
+
+
+# --- order ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """Documents in the order of a seed that keeps row groups together: a source for grain.
+
+    Each of EPOCHS passes has its own order of groups, and of rows within each.
+    """
+
+    documents: Any  # stream.Documents over Groups
+    seed: int
+
+    def __len__(self) -> int:
+        return EPOCHS * len(self.documents)
+
+    def __getitem__(self, number: Any) -> str:
+        epoch, place = divmod(int(number), len(self.documents))
+        order, ends = _order(self.seed, epoch, self._sizes)
+        rank = int(np.searchsorted(ends, place, side="right"))
+        within = place - int(ends[rank - 1] if rank else 0)
+        group = int(order[rank])
+        rows = _order(self.seed, (epoch, group), (1,) * self._sizes[group])[0]
+        return self.documents[self._begins[group] + int(rows[within])]
+
+    @functools.cached_property
+    def _begins(self) -> tuple[int, ...]:
+        """The first document of each group, among those that are not held out."""
+        starts = self.documents.records.starts
+        return tuple((starts - starts // self.documents.every).tolist())
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(np.diff(self._begins).tolist())
+
+
+@functools.lru_cache(maxsize=8)
+def _order(
+    seed: int, salt: Any, sizes: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A permutation, and the running sum of sizes in its order."""
+    words = salt if isinstance(salt, tuple) else (salt,)
+    order = np.random.default_rng([seed, *words, len(words)]).permutation(len(sizes))
+    return order, np.cumsum(np.asarray(sizes)[order])

@@ -1,0 +1,110 @@
+"""Files of any size: records by number, orders that can be gone on with, bad files by name."""
+
+import json
+
+import numpy as np
+import pytest
+
+from midtread.lm import data, files, settings
+from midtread.lm.config import UsageError
+from midtread.lm.stream import Documents
+from midtread.lm.train import _from_json
+
+TEXTS = [f"document {i}: " + "some more wörds " * (i % 7) for i in range(90)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [json.dumps({"text": t, "id": i}) for i, t in enumerate(TEXTS)]
+    lines[30] += "\n"  # a blank line
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:50]) + "\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[50:]))  # no last line's end
+    table = pa.table({"id": list(range(90)), "text": TEXTS})
+    pq.write_table(table.slice(0, 60), tmp_path / "a.parquet", row_group_size=25)
+    pq.write_table(table.slice(60), tmp_path / "b.parquet", row_group_size=25)
+    return tmp_path
+
+
+def config(folder, kind, *words):
+    path = folder if kind != "text" else folder / "*.txt"
+    words = [f"dataset_type={kind}", f"dataset_path={path}", *words]
+    return settings.load(["tiny", "dataset_memory_mb=0", "eval_steps=1", *words])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_record_is_had_by_its_number(folder, kind):
+    records = data._records(config(folder, kind))
+    assert [r["text"] for r in map(records.__getitem__, range(len(records)))] == TEXTS
+
+
+def test_a_large_text_is_cut_where_lines_end(tmp_path, monkeypatch):
+    text = "".join(f"line {i} with some wörds\n" for i in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("short")
+    monkeypatch.setattr(files, "PIECE", 1000)
+    records = data._records(config(tmp_path, "text"))
+    pieces = [records[i]["text"] for i in range(len(records))]
+    assert "".join(pieces[:-1]) == text and pieces[-1] == "short"
+    assert max(map(len, pieces)) < 1100 and all(p.endswith("\n") for p in pieces[:-1])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_batches_go_on_from_where_they_stood(folder, kind):
+    made = config(folder, kind, "packing=true")
+    split = data.splits(made)
+    assert "sha256" in split.about and split.about["documents"] == 90
+    batches = data.batches(split.train, made)
+    for _ in range(3):
+        next(batches)
+    state = json.loads(json.dumps(batches.get_state()))
+    want = [next(batches) for _ in range(3)]
+    again = data.batches(data.splits(made).train, made)
+    again.set_state(_from_json(state))
+    for a, b in zip(want, (next(again) for _ in range(3)), strict=True):
+        np.testing.assert_array_equal(a["inputs"], b["inputs"])
+
+
+def test_groups_are_shuffled_and_nothing_is_lost(folder):
+    records = data._records(config(folder, "parquet"))
+    documents = Documents(records, "text", 20)
+    order = files.Shuffled(documents, seed=3)
+    epochs = [[order[e * len(documents) + i] for i in range(len(documents))] for e in (0, 1)]  # fmt: skip
+    kept = [t for i, t in enumerate(TEXTS) if i % 20 != 19]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(kept)
+    assert epochs[0] != epochs[1] and epochs[0] != kept
+    group = lambda text: np.searchsorted(
+        records.starts, TEXTS.index(text), side="right"
+    )
+    changes = sum(group(a) != group(b) for a, b in zip(epochs[0], epochs[0][1:]))
+    assert changes == len(records.files) - 1  # each group is read once
+
+
+BAD = {
+    "empty.jsonl": (b"", "is empty"),
+    "cut.jsonl": (
+        b'{"text": "a"}\n{"text": "b',
+        "is cut off within its last line, at byte 14",
+    ),
+    "wrong.jsonl": (b'{"text": "a"}\n\xff\xfe\n', "is not text: byte 14"),
+    "cut.txt": ("word ö".encode()[:-1], "is cut off within its last letter"),
+    "binary.txt": (b"\x7fELF\0\0\1", "is not text: byte 4"),
+    "cut.parquet": (b"PAR1....", "does not read as parquet"),
+    "empty.parquet": (b"", "is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("megabytes", [0, 512])
+def test_bad_files_are_refused_by_name(tmp_path, name, megabytes):
+    content, expected = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    kind = {"txt": "text"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
+    words = [f"dataset_type={kind}", f"dataset_path={tmp_path / name}"]
+    made = settings.load(["tiny", *words, f"dataset_memory_mb={megabytes}"])
+    with pytest.raises(UsageError) as error:
+        data.splits(made)
+    assert name in str(error.value)
+    assert expected in str(error.value) or not megabytes or "does not read" in str(error.value)  # fmt: skip
