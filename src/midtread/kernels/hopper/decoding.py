@@ -1,23 +1,22 @@
-"""PTX that decodes weights: bytes of two rows to pairs of bfloat16, in registers.
+"""How Hopper decodes stored weights: PTX that turns bytes of two rows into pairs of bfloat16.
 
-    $0 $1    two columns, each a pair of neighbours along the sum, as tensor cores want them
+The instructions are in the table of kernels/decoding.py. Their registers mean:
 
-made of
+    $0 $1    results: two columns, each a pair of neighbours along the sum
+    $2       16 bits of each of two rows, in one word, as ldmatrix transposes them
+    $3 $4    the slope and the start of the first column, for integers
+    $5 $6    the slope and the start of the second column
 
-    $2       a word of two rows' 16 bits, as ldmatrix turns them
-    $3 $4    slope and start of the first column, for integers
-    $5 $6    of the second
+and for a format that is looked up in a table:
 
-or, with a table, of
+    $2 $3    four bytes of one row of the weight, and of the next row
+    $4       the permute that selects one of them
+    $5       the address at which this lane's column of the table starts
 
-    $2 $3    four bytes of one row of the weight and of the next
-    $4       the permute that takes one of them
-    $5       where the table starts, for this lane
-
-Every value is exact in bfloat16 but a table's, whose entries are rounded. Logic runs at half the
-rate of arithmetic on an H200, so instructions are counted: int4 takes 4 for 4 values, of which 2
-are logic, int8 5, nf4 5 and two loads where a thread wants whole words (13 by permutes alone:
-24 us, not 19).
+Every value is exact in bfloat16 but those of a table, whose entries are rounded. On an H200 logic
+runs at half the rate of arithmetic, so the number of instructions matters: int4 takes 4 of them
+for 4 values, 2 of which are logic; int8 takes 5; nf4 takes 5 and two loads where a thread needs
+whole words (13 by permutes alone, which took 24 us instead of 19).
 
     Integers.  A byte in the low half of a bfloat16 is that byte times 2**-133: subnormals go on
     into the smallest normals without a gap. So one multiply-add makes a value of it,
@@ -45,12 +44,12 @@ from midtread.kernels import decoding
 from midtread.numerics.formats import Format
 
 as_bytes = decoding.as_bytes
-TABLE = (256, 32)  # words of `pairs`, 4 bytes each
+TABLE = (256, 32)  # the shape of what `pairs` returns, in words of 4 bytes
 TABLE_BYTES = 256 * 32 * 4
 
 
 def pairs(table) -> np.ndarray:
-    """[256, 32]: the bfloat16 values of both codes of a byte, the low one first."""
+    """[256, 32]: for each byte and lane, the bfloat16 values of its low and its high code."""
     bits = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint16)
     low, high = np.meshgrid(bits.astype(np.uint32), bits.astype(np.uint32))
     words = (low | high << 16).reshape(256, 1).view(np.int32)
@@ -58,35 +57,39 @@ def pairs(table) -> np.ndarray:
 
 
 class Code(NamedTuple):
+    """Instructions, and the numbers that they multiply and add for integers."""
+
     text: str
     lines: tuple[tuple[float, float], ...] = ()  # slope and start for $0 and for $1
 
 
 def power(fmt: Format, is_scaled: bool) -> int:
-    """Values come out times 2**-power; `is_scaled` where slopes and starts are."""
+    """Decoded values are smaller than the codes by 2**power; `is_scaled` says whether scales of
+    groups are in the slopes and starts."""
     if not _row(fmt).units:
         return 0
-    # with scales half of the exponents; else a slope of 2**127, the largest
+    # 45 leaves half of the exponents to a scale; 6 makes the slope 2**127, the largest.
     return 45 if is_scaled else 6
 
 
 def code(fmt: Format, is_scaled: bool = False) -> Code:
-    """The instructions, and for integers (slope, start) of both columns."""
-    row = _row(fmt)
+    """The instructions that decode a format, and for integers (slope, start) of both columns."""
+    text = _row(fmt).rows or ""
     if fmt.table is not None:
-        return Code("{" + row.rows + "}")
+        return Code("{" + text + "}")
     one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (fmt.bits - 1)
-    lines = tuple((2.0**133 / unit * one, -zero * one) for unit in row.units)
-    return Code("{.reg .b32 p; mov.b32 p, $2;" + row.rows + "}", lines)
+    units = _row(fmt).units
+    lines = tuple((2.0**133 / unit * one, -zero * one) for unit in units)
+    return Code("{.reg .b32 p; mov.b32 p, $2;" + text + "}", lines)
 
 
 def _row(fmt: Format) -> decoding.Decoder:
     row = decoding.decoder(fmt)
-    assert row is not None and row.rows is not None, fmt
+    assert row is not None and row.rows, f"{fmt} has no decoding for Hopper"
     return row
 
 
 def values(bytes_KB: jax.Array, fmt: Format) -> jax.Array:
-    """[K, N] in bfloat16: what the bytes of a block stand for, without PTX."""
+    """[K, N] in bfloat16: what the bytes of a block stand for, for the interpreter."""
     planes = decoding.planes(bytes_KB, fmt, jnp.bfloat16)
     return jnp.stack(planes, -1).reshape(bytes_KB.shape[0], -1)

@@ -1,10 +1,11 @@
-"""What single threads of a warpgroup do in hopper_decode: who holds which column, and how.
+"""Which thread holds which column of a stored weight, and how it decodes them.
 
-    Division   who
+    Division   which warpgroup and which thread hold a column, in the kernel for few rows
     decoded    bytes in shared memory -> left operands of tensor cores, in registers
     scales     the numbers that belong to the columns of an accumulator
 
-The last two serve hopper_prefill too, whose threads hold other columns (hopper_prefill/registers.py).
+The last two serve the kernel for many rows too. Its threads hold other columns
+(weight_matmul/hopper_prefill/registers.py).
 
 A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
 of the weight rows 2c and 2c + 1, and of accumulator j
@@ -12,9 +13,10 @@ of the weight rows 2c and 2c + 1, and of accumulator j
     4 bits   columns  64 w + 32 (j / 2) + 4 g + 2 (j % 2) + (0, 1)
     8 bits   columns  64 j + 16 w + 2 g + (0, 1)
 
-for ldmatrix turns blocks of 8 rows by 16 bytes: a lane gets two bytes of two rows in a word.
+because ldmatrix transposes blocks of 8 rows by 16 bytes: a lane gets two bytes of each of two
+rows in one word.
 
-A warpgroup computes `wide` accumulators in a row; `deep` sets of warpgroups share the sum.
+A warpgroup computes `wide` neighbouring accumulators; `deep` sets of warpgroups share the sum.
 """
 
 import dataclasses
@@ -50,7 +52,7 @@ SWIZZLED = swizzled(128, jnp.int8)
 
 
 class Holders(Protocol):
-    """Who holds which column: a Division, or hopper_prefill's Lanes."""
+    """Which thread holds which column: a Division, or the Lanes of hopper_prefill."""
 
     @property
     def wide(self) -> int: ...
@@ -63,7 +65,7 @@ class Holders(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Of a program's work among its warpgroups."""
+    """How a program divides its columns and its sum among its warpgroups."""
 
     bits: int
     wide: int = 1  # accumulators of a warpgroup
@@ -71,7 +73,7 @@ class Division:
 
     @property
     def across(self) -> int:
-        """Warpgroups that read the same rows."""
+        """How many warpgroups read the same rows."""
         return ACCUMULATORS // self.wide
 
     @property
@@ -79,7 +81,7 @@ class Division:
         return self.across * self.deep
 
     def accumulators(self) -> list[Any]:
-        """This thread's accumulators: numbers where they are known, else MLIR values."""
+        """The numbers of this thread's accumulators, as MLIR values where they are not known."""
         if self.across == 1:
             return list(range(self.wide))
         q = modulo(shifted(mgpu.thread_idx(), 7), self.across)
@@ -87,11 +89,12 @@ class Division:
 
     @property
     def shared(self) -> int:
-        """Accumulators whose columns lie in the same bytes."""
+        """How many accumulators have their columns in the same bytes."""
         return 8 // self.bits
 
     def location(self, j):
-        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        """Where this thread's columns of accumulator j lie: (the first column, the first byte of
+        a strip of 16 bytes, the pair of bytes in that strip)."""
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
         if self.bits == 4:
@@ -101,7 +104,7 @@ class Division:
         return plus(strip, times(g, 2)), strip, 0
 
     def interpreted(self, values, wg) -> list:
-        """[64, K] of each accumulator of a warpgroup, from values [K, 256]; interpreted."""
+        """[64, K] for each accumulator of a warpgroup, of values [K, 256]; for the interpreter."""
         first = lax.rem(wg, self.across) * self.wide
         extents, axes = order(self.bits)
         k = values.shape[0]
@@ -117,8 +120,8 @@ class Division:
 def decoded(
     ref: Any, code: Code, holders: Holders, table: Any = None, scale: Any = None
 ) -> list[jax.Array]:
-    """Left operands, [64, rows] in bfloat16 for each accumulator of this warpgroup, from
-    bytes [rows, width] in shared memory.
+    """Decodes bytes [rows, width] in shared memory to left operands of the tensor cores,
+    [64, rows] in bfloat16 for each accumulator of this warpgroup.
 
     Args:
         code: makes two registers of a word, or of the words of two rows with a table.
@@ -163,8 +166,9 @@ def decoded(
 
 
 def _given(words: list, half, table) -> list[list]:
-    """What `code` gets for every 8 rows: a word with the columns of an accumulator in front,
-    or, with a table, 32 bits of two rows, which of their bytes is wanted, and the table."""
+    """The operands of `code` for every 8 rows: a word whose low bits hold the columns of an
+    accumulator. With a table they are 32 bits of two rows, the byte that is wanted of them,
+    and the address of the table."""
     if table is None:
         return [[value(shifted(word, times(half, 8)))] for word in words]
     lane = modulo(mgpu.thread_idx(), 32)
@@ -179,7 +183,7 @@ def _given(words: list, half, table) -> list[list]:
 
 
 def _starts(refs: list, column, size: int) -> list:
-    """The addresses of a thread's two scales, one for each group."""
+    """For each group, the address of the scales of a thread's two columns."""
     if not refs:
         return []
     (ref,) = refs
@@ -189,7 +193,8 @@ def _starts(refs: list, column, size: int) -> list:
 
 
 def _turned(ref, byte, rows: int, width: int) -> list:
-    """A word for every 8 rows of 16 bytes: bytes 2g, 2g + 1 of row 2c, then of row 2c + 1."""
+    """A word for every 8 rows of a strip of 16 bytes: it holds bytes 2g and 2g + 1 of row 2c,
+    then those of row 2c + 1."""
     assert rows % 32 == 0, rows
     box = times(shifted(byte, 7), 1024)
     tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
@@ -203,8 +208,8 @@ def _turned(ref, byte, rows: int, width: int) -> list:
 
 
 def _scaling(code: Code, start, size: int) -> tuple[list, list]:
-    """Slopes and starts for both columns of a thread, and what values are multiplied by then:
-    nothing, if there are no scales, or these are in the slopes."""
+    """(slopes and starts for both columns of a thread, factors for the decoded values). There
+    are no factors where there are no scales, or where the slopes contain them."""
     if start is None:
         return _terms(code, []), []
     if size == 4:
@@ -217,7 +222,8 @@ def _scaling(code: Code, start, size: int) -> tuple[list, list]:
 
 
 def _terms(code: Code, factors: list) -> list:
-    """Slope and start for each column, by its factor, a pair of bfloat16, if there is one."""
+    """The slope and the start of each column, multiplied by its factor if it has one. A factor
+    is a pair of two equal bfloat16 numbers."""
     pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
     for h, numbers in enumerate(code.lines):
         for number in numbers:
@@ -231,7 +237,7 @@ def _terms(code: Code, factors: list) -> list:
 
 
 def _product(pair, factor):
-    """Two values in bfloat16 by a scale, a pair of itself in bfloat16 or one float32."""
+    """Two bfloat16 values times a scale, which is a pair of bfloat16 or one float32."""
     if factor.type == pair.type:
         return arith.mulf(pair, factor)
     wide = [
@@ -243,7 +249,7 @@ def _product(pair, factor):
 
 
 def scales(ref: Any, holders: Holders) -> list[jax.Array]:
-    """Of a program's numbers, one for each column, the 64 of each accumulator, in float32."""
+    """The 64 numbers of each accumulator, in float32, of one number for each column."""
     row = plgpu.Layout.WGMMA.reduce(1)
     one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
     size = jnp.dtype(ref.dtype).itemsize
@@ -267,7 +273,8 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
 
 
 def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of a program's 256 columns, and the axes in the order (j, row of wgmma)."""
+    """(extents that split a program's 256 columns, the order of these axes that sorts columns
+    by accumulator and by row of wgmma)."""
     if bits == 4:
         return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
     return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g

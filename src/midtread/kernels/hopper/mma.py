@@ -1,4 +1,4 @@
-"""The tensor cores' instruction for single warps, as hopper_decode uses it for a few rows.
+"""The tensor cores' instruction for single warps, with which few rows are multiplied.
 
     mma.sync  m16n8k16     [16 columns of the weight, 16 of k] x [16 of k, 8 rows]
 
@@ -37,7 +37,7 @@ _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 def multiplied(
     sums: list[jax.Array] | None, ws: list[jax.Array], x: Any, start: int
 ) -> list[jax.Array]:
-    """sums + w^T x^T of each left operand [64, k].
+    """Adds w^T x^T to the sums of each left operand w^T, [64, k].
 
     Args:
         sums: [64, M] of each, None for zeros.
@@ -85,7 +85,7 @@ def _pairs(words: list) -> list:
 
 
 def meet() -> None:
-    """All threads of a warpgroup."""
+    """Waits until all threads of a warpgroup are here."""
 
     @plgpu.inline_mgpu()
     def wait(ctx):

@@ -1,7 +1,8 @@
-"""Words for what a single thread does: numbers, addresses, loads, PTX, registers.
+"""What a single thread of a kernel does: arithmetic on indices, addresses, loads, PTX, registers.
 
-Pallas has no word for "this register of this thread": inline_mgpu takes functions that build
-Mosaic's own arrays, from MLIR. That is as private as jaxlib's MLIR is.
+Pallas cannot name one register of one thread. Its inline_mgpu takes functions that build
+Mosaic's own arrays from MLIR, and the functions here write that MLIR. It is as private as
+jaxlib's MLIR is.
 """
 
 import functools
@@ -10,7 +11,7 @@ import numpy as np
 
 from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu
 
-# --- numbers that may be known ----------------------------------------------------------------
+# --- numbers, which are Python's where they are known and MLIR's elsewhere --------------------
 
 
 def word_type():
@@ -49,19 +50,22 @@ def modulo(a, power: int):
 
 
 def address_of(ref, offset):
-    """The address of a byte of a ref."""
+    """The address of the byte at `offset` of a reference."""
     i8 = ir.IntegerType.get_signless(8)
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [value(offset)], i8)
 
 
 def moved(address, by: int):
-    """The address that lies so many bytes on."""
+    """The address that lies `by` bytes after another."""
     return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
 
 
 def unit_address(ref, unit, length: int = 128):
-    """Where a lane's 16 bytes lie in a tile of 8 rows and 128 or 64 bytes that is swizzled:
-    row lane % 8, and units of 16 bytes trade places by row, or by two rows."""
+    """The address of a unit of 16 bytes in row lane % 8 of a swizzled tile of 8 rows.
+
+    A row has `length` bytes, 128 or 64. The swizzle permutes the units of a row by the
+    number of the row, or of the pair of rows.
+    """
     row = modulo(mgpu.thread_idx(), 8)
     turn = shifted(row, 0 if length == 128 else 1)
     offset = plus(times(row, length), times(flipped(unit, turn), 16))
@@ -69,14 +73,14 @@ def unit_address(ref, unit, length: int = 128):
 
 
 def matrices(start, offset: int, modifier: str = "") -> list:
-    """Four blocks of 8 by 8 elements of 16 bits, whose rows the lanes point at."""
+    """Loads four blocks of 8 by 8 elements of 16 bits; each lane points at one of their rows."""
     code = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16"
     code += f" {{$0, $1, $2, $3}}, [$4 + {offset}];"
     return asm([word_type()] * 4, code, [start], "=r,=r,=r,=r,r")
 
 
 def load_pair(start, size: int):
-    """Two neighbours in bfloat16 (`size` 2) or float32, as the bits of float32."""
+    """Loads two neighbours, in bfloat16 if `size` is 2 or in float32, as the bits of float32."""
     if size == 4:
         i32 = word_type()
         return [
@@ -90,8 +94,11 @@ def load_pair(start, size: int):
 
 
 def pure(code: str, results: list, given: list) -> list:
-    """Results of inline PTX that has no effect beside them, on words and float32. None of
-    them shares a register with what is given: it may be read after a result is written."""
+    """The results, words or float32, of inline PTX that has no other effect.
+
+    No result shares a register with an operand, because the code may read an operand after
+    it has written a result.
+    """
     letter = lambda t: "f" if t == ir.F32Type.get() else "r"
     kinds = [f"=&{letter(t)}" for t in results] + [letter(v.type) for v in given]
     kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
@@ -106,7 +113,7 @@ def _each(out, types: list) -> list:
 
 
 def asm(results: list, code: str, given: list, kinds: str):
-    """Inline PTX with an effect on memory; its results."""
+    """The results of inline PTX that reads or writes memory."""
     kind = ir.Type.parse("!llvm.void")
     if results:
         kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
@@ -116,14 +123,14 @@ def asm(results: list, code: str, given: list, kinds: str):
 
 
 def doubled_halves(word) -> list:
-    """Both halves of a register, each as a pair of itself."""
+    """Each half of a register, as a pair of two copies of it."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
     return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
 
 
 def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
-    """Mosaic's own, of what this thread holds; `is_signed` of integers."""
+    """Mosaic's array of what this thread holds in `registers`; integers have `is_signed`."""
     shape = layout.registers_shape(shape)
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
@@ -133,7 +140,7 @@ def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
 
 
 def words_of(array):
-    """What a thread holds of [64, M]: [M / 8, columns, rows], 2 of both."""
+    """The words of [64, M] that this thread holds, in the order [M / 8, 2 columns, 2 rows]."""
     return [
         llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
     ]

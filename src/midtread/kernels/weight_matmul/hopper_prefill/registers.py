@@ -1,8 +1,8 @@
-"""What single threads of a warpgroup do in hopper_prefill: who holds which column, and how.
+"""Which thread holds which column in the kernel for many rows.
 
-    Lanes      who; hopper/lanes.py decodes their bytes, and finds the scales of their columns
-    turned     8-bit codes as they are -> left operands of wgmma
-    lay        an accumulator -> shared memory, turned, as the copy engine wants it
+    Lanes      which thread that is; hopper/lanes.py decodes its bytes and finds its scales
+    turned     8-bit codes in shared memory -> left operands of wgmma, not decoded
+    lay        an accumulator -> its transpose in shared memory, from where it is copied out
 
 A program's 128 columns are two accumulators of 64, one for each warpgroup. Lane (warp w, g, c)
 holds of every 8 rows of the weight rows 2c and 2c + 1, and of accumulator j
@@ -10,13 +10,11 @@ holds of every 8 rows of the weight rows 2c and 2c + 1, and of accumulator j
     4 bits   columns  64 j + 32 (w / 2) + 4 g + 2 (w % 2) + (0, 1)
     8 bits   columns  64 j + 16 w + 2 g + (0, 1)
 
-To wgmma the two columns are rows g and g + 8 of its warp's 16: which column is which is free,
-as long as all agree.
+To wgmma the two columns are rows g and g + 8 of its warp's 16. Any assignment of columns to rows
+would do, as long as decoding, scales and results use the same one.
 
-Codes that are turned have four neighbours along the sum in a register: of every 16 rows lane c
-holds 4c to 4c + 3.
-
-hopper/threads.py has the words for single threads.
+A register of codes that are not decoded holds four neighbours along the sum: of every 16 rows
+lane c holds rows 4c to 4c + 3.
 """
 
 from typing import Any, NamedTuple
@@ -45,18 +43,18 @@ from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 
 
 class Lanes(NamedTuple):
-    """Whose columns are whose, as hopper/lanes.py.decoded asks for it."""
+    """Which thread holds which column, as lanes.decoded asks for it."""
 
     bits: int
     wide: int = 1
     shared: int = 1
 
     def accumulators(self) -> list[Any]:
-        """This thread's one accumulator: that of its warpgroup."""
+        """The one accumulator of this thread: that of its warpgroup."""
         return [modulo(shifted(mgpu.thread_idx(), 7), 2)]
 
     def location(self, j):
-        """(first column, first byte of a strip of 16, byte pair in it) of accumulator j."""
+        """Where this thread's columns of accumulator j lie, as in lanes.Division."""
         if self.bits == 8:
             return Division(8).location(j)
         thread = mgpu.thread_idx()
@@ -66,13 +64,12 @@ class Lanes(NamedTuple):
         return column, times(strip, 16), pair
 
     def interpreted(self, values, wg) -> list:
-        """[64, K] of a warpgroup, from values [K, 128]; interpreted."""
+        """[64, K] for a warpgroup, of values [K, 128]; for the interpreter."""
         return [lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)]
 
 
 def _addresses(ref, byte) -> list:
-    """Where a byte of rows 2c and 2c + 1 lies: tiles of 8 rows of 128 bytes, in which units
-    of 16 trade places by row."""
+    """The addresses of a byte of rows 2c and 2c + 1, in swizzled tiles of 8 rows of 128 bytes."""
     c, box = modulo(mgpu.thread_idx(), 4), times(shifted(byte, 7), 1024)
     rows = [plus(times(c, 2), odd) for odd in (0, 1)]
     within = [flipped(modulo(byte, 128), times(row, 16)) for row in rows]
@@ -83,7 +80,7 @@ def _addresses(ref, byte) -> list:
 
 
 def turned(ref: Any, dtype) -> jax.Array:
-    """[64, rows] of 8-bit codes, whose bytes [rows, 128] lie in shared memory."""
+    """[64, rows]: 8-bit codes [rows, 128] in shared memory as a left operand of wgmma."""
     rows, width = ref.shape
     layout = plgpu.Layout.WGMMA_8BIT
     result = plgpu.ShapeDtypeStruct((64, rows), dtype, layout=layout)
@@ -96,9 +93,9 @@ def turned(ref: Any, dtype) -> jax.Array:
         del ctx
         four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
         lane = modulo(mgpu.thread_idx(), 32)
-        # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and wants four of 16
-        # rows, so two words. Which two come first differs between lanes, so that no two rows
-        # meet in a bank.
+        # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and needs four rows of
+        # every 16, so it needs two words. Which of the two comes first differs between lanes,
+        # so that no two rows are in the same bank.
         part, row_of_8 = shifted(lane, 3), modulo(lane, 8)
         pair = shifted(row_of_8, 1)
         half = flipped(modulo(part, 2), shifted(pair, 1))
@@ -125,7 +122,7 @@ def turned(ref: Any, dtype) -> jax.Array:
 
 
 def _unit_of_warp(ref, row):
-    """Where this warp's 16 bytes of a row lie, in tiles of 8 rows of 128 bytes."""
+    """The address of this warp's 16 bytes of a row, in swizzled tiles of 8 rows of 128 bytes."""
     thread = mgpu.thread_idx()
     unit = modulo(shifted(thread, 5), 8)  # 4 warps in each of 2 warpgroups
     within = modulo(row, 8)
@@ -135,8 +132,8 @@ def _unit_of_warp(ref, row):
 
 
 def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
-    """Writes [64, M] into [M, 64] in shared memory, float32 or bfloat16. Of 4 bits two lanes
-    meet in a bank."""
+    """Writes the transpose of [64, M] to [M, 64] in shared memory, in float32 or bfloat16. For
+    weights of 4 bits two lanes use the same bank."""
     size = jnp.dtype(ref.dtype).itemsize
     columns = 128 // size
     tiled = swizzled(columns, ref.dtype)
