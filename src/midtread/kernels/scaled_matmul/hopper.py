@@ -38,15 +38,16 @@ OUT = 64  # the result is written in squares of this side
 
 @dataclasses.dataclass(frozen=True)
 class ScaledBlocks:
-    """What one program holds. `m`, `n`: of one warpgroup; two stand along `split`."""
+    """The block of one program. One of its two multiplying warpgroups has [m, n]; the two are
+    neighbours along `split`."""
 
     m: int = 128
     n: int = 128
     k: int = 128
     stages: int = 4
     split: str = "m"  # the axis that the two multiplying warpgroups divide
-    width: int = 8  # of the walk
-    minor: int = 0  # axis that the walk runs along first: 0 is m
+    width: int = 8  # how many blocks wide the walk over the result is
+    minor: int = 0  # the axis that the walk takes first: 0 is m
     delay: int = 0  # blocks still being multiplied when the next ones start
     pair: bool = False  # two programs, one below the other, fetch b once for both
 
@@ -58,11 +59,11 @@ class ScaledBlocks:
 
     @property
     def rows(self) -> int:
-        """Of the result, of one program or of a pair."""
+        """The rows of the result of one program, or of a pair."""
         return self.cta[0] * (2 if self.pair else 1)
 
     def walk(self, index, grid) -> tuple[Any, Any]:
-        """The row and column block at a place of the walk; a pair takes two rows."""
+        """The row and the column of the block at an index of the walk; a pair has two rows."""
         i, j = plgpu.planar_snake(index, grid, self.minor, self.width)
         return (i * 2 + lax.axis_index("pair") if self.pair else i), j
 
@@ -77,25 +78,27 @@ class ScaledBlocks:
 
 
 class Job(NamedTuple):
-    """One block of the result."""
+    """How one block of the result is computed."""
 
     inputs: list  # what to fetch from, in global memory
-    specs: list  # of the blocks fetched in a step
-    steps: Any  # of an example None where it differs from job to job
+    specs: list  # BlockSpecs of what a step fetches
+    steps: Any  # how many; in an example None where it differs from job to job
     step: Callable  # (index, *blocks in shared memory, carry) -> carry
-    finish: Callable  # (run, out_smem): makes a carry, runs the steps from it, writes
+    finish: (
+        Callable  # (run, out_smem): makes a carry, runs the steps, writes the result
+    )
 
 
 def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stages):
-    """Runs the jobs `find(0) .. find(count - 1)`, shared out over all programs.
+    """Runs the jobs `find(0) .. find(count - 1)`, which all programs share.
 
     Args:
         find: the job at an index; called by every warpgroup.
         example: whose inputs and specs are like those of all jobs.
         groups: warpgroups that multiply.
     """
-    # Where all jobs take whole rounds of the ring, the fetching warpgroup need not wait for
-    # a job's end: it goes on with the next one while the others write their results.
+    # Where every job uses each buffer of the ring equally often, the fetching warpgroup need
+    # not wait for a job's end: it begins the next one while the others write their results.
     goes_on = isinstance(example.steps, int) and example.steps % stages == 0
     goes_on &= all(spec.delay_release == 0 for spec in example.specs)
 
@@ -126,7 +129,7 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
         free = consumed(ring) if goes_on else None
 
         @pl.when(wg < groups)
-        def _():  # at first all buffers are free
+        def _():  # at the beginning all buffers are free
             for slot in range(stages if goes_on else 0):
                 plgpu.barrier_arrive(free.at[slot])
 
@@ -137,7 +140,7 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
             pipeline(job, finish)(*job.inputs, allocations=ring)
 
         @pl.when(wg == groups)
-        def _():  # and at last again
+        def _():  # at the end it waits until they are free again
             for slot in range(stages if goes_on else 0):
                 plgpu.barrier_wait(free.at[slot])
 
@@ -145,7 +148,7 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
 
 
 def launch(body, out_type, args, *, groups: int, pair=False, interpret=False):
-    """Runs `body` on all multiprocessors, with one warpgroup more than multiply."""
+    """Runs `body` on all multiprocessors, with `groups` warpgroups and one that fetches."""
     extra = interpreter() if interpret else {}
     if pair:
         extra |= {"cluster": (2,), "cluster_names": ("pair",)}
@@ -171,8 +174,8 @@ def send(out, corner, out_smem, out_gmem):
 
 
 def squares(out, out_smem, dtype):
-    """Each square of a block, laid in shared memory: where it belongs, and the buffer.
-    The caller starts its copies before it asks for the next."""
+    """Yields each square of a block: where it belongs, and the buffer in shared memory that
+    holds it. The caller starts its copies before it asks for the next square."""
     out = out.astype(dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     m, n = out.shape
@@ -190,7 +193,7 @@ def squares(out, out_smem, dtype):
 
 
 def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
-    """Of blocks of both operands; sums start at column `first`, by default at 0."""
+    """The BlockSpecs of both operands; sums start at column `first`, by default at 0."""
     shared = ("pair",) if blocks.pair else ()
     width, index_map = blocks.k, lambda i: (0, i)
     if first is not None:
@@ -213,7 +216,7 @@ def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
 
 
 def multiplying(blocks: ScaledBlocks, dtype, wg, write: Callable, edit=None):
-    """(step, finish) of a job that sums products of codes and has `write(sum, out_smem)`.
+    """(step, finish) of a job that sums products of codes and calls `write(sum, out_smem)`.
 
     Args:
         edit: (index, the part of a_smem that this warpgroup multiplies), before it does.
@@ -238,7 +241,7 @@ def multiplying(blocks: ScaledBlocks, dtype, wg, write: Callable, edit=None):
 
 
 def scaled_by(out, sa_gmem, row, sb_gmem, column):
-    """A warpgroup's block times the scales of its rows and columns, or one for all."""
+    """A warpgroup's block times the scales of its rows and columns, or one scale for all."""
     for axis, scales, start in ((0, sa_gmem, row), (1, sb_gmem, column)):
         if scales.shape[0] == 1:
             out = out * scales[0]
@@ -282,7 +285,7 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, blocks: ScaledBlocks):
 
 
 def nothing(*_, **__):
-    """In place of a job's functions where only its blocks are of interest."""
+    """Does nothing: it stands for the functions of an example, of which only the blocks count."""
 
 
 def scaled_matmul(
@@ -295,7 +298,7 @@ def scaled_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """[M, N] of codes and float32 scales, one for each row and column, or one for all.
-    Edges of blocks that stick out read as zeros."""
+    Blocks that reach beyond the edge read zeros there."""
     m, n = a_MK.shape[0], b_NK.shape[0]
     if interpret:  # the interpreter has no clusters
         blocks = dataclasses.replace(blocks, pair=False)

@@ -41,7 +41,8 @@ STRIP = 8  # rows of the copy engine's pattern
 
 
 class GroupBounds(NamedTuple):
-    """First row of each group and of what follows it; a last group holds the other rows."""
+    """The first row of each group and the first row after it. One more group, the last, has the
+    rows beyond all groups."""
 
     starts: jax.Array
     ends: jax.Array
@@ -54,8 +55,8 @@ def group_bounds(sizes: jax.Array, num_rows: int) -> GroupBounds:
 
 
 def row_blocks(groups: GroupBounds, num_rows: int, block: int) -> jax.Array:
-    """[4, blocks] int32: group, first row, and the group's start and end; the number of
-    blocks in the last column."""
+    """[4, blocks + 1] int32. Each block has a column: its group, its first row, and the start and
+    end of the group. The last column holds the number of blocks."""
     starts, ends = groups
     first = starts // STRIP * STRIP
     counts = jnp.where(ends > starts, -((first - ends) // block), 0)
@@ -164,7 +165,7 @@ def _send_within(out, corner, span, out_smem, out_gmem, edge_gmem, edges):
 
 
 def _with_edges(out: jax.Array, edges: jax.Array, groups: GroupBounds) -> jax.Array:
-    """`out` with the rows that lie in strips shared by two groups."""
+    """`out` with the rows of those strips that two groups share, from the side array."""
     cuts = jnp.stack(groups, axis=1)[:, :, None]  # [groups, 2, 1]
     rows = cuts // STRIP * STRIP + jnp.arange(STRIP, dtype=jnp.int32)
     starts, ends = (part[:, None, None] for part in groups)

@@ -8,10 +8,10 @@ cores and is scaled and added in float32 outside of them, which also makes up fo
 short fp8 accumulators. Weights have one scale per block of columns, so it joins the rows'
 scales as a number; two operands in 1x128 tiles (the weight gradient) need it by column.
 
-The walk, the ring of buffers and the writing are scaled_matmul/hopper.py's. Three warpgroups multiply,
-each with 64 rows: one scales while the tensor cores work for another. They start by turns,
-or all would have their tiles at once and scale at once; by column that gains nothing. Two
-programs side by side fetch a's rows once for both.
+hopper.py has the walk, the ring of buffers and the writing. Three warpgroups multiply, each with 64
+rows: one scales while the tensor cores work for another. They start by turns, because otherwise
+all would have their tiles at once and scale at once; with scales by column that gains nothing.
+Two neighbouring programs fetch the rows of a once for both.
 """
 
 import functools

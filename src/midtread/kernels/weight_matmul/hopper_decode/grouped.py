@@ -1,21 +1,21 @@
-"""Few rows for each expert against stored weights on Hopper: hopper_decode over groups of rows.
+"""Few rows for each expert against stored weights on Hopper.
 
     out_RN  =  sum_t s_gtN  sum_{k in t} x_Rk value(code_gkN)         g = group of row R, Mosaic
 
-Rows of a group are taken some at a time, from a multiple of 8 on, as the copy engine wants
-it; what belongs to the neighbours is computed and not written. Such a block by 256 columns of
-its group's weight is an item, and all items laid end to end are one long stretch of weight. It
-is cut into equal spans, one for each multiprocessor, wherever a span ends. A program reads its
-span from end to end through the rings of hopper_decode and never stops fetching; where an item
-ends, its warpgroups add up what they have and write it.
+The rows of a group are cut into blocks that start at a multiple of 8, because the copy engine
+moves 8 rows at a time; rows of a neighbouring group are computed with them and not written. A
+block of rows times 256 columns of its group's weight is an item. The weights of all items, end to
+end, are one long sequence of blocks, which is cut into equal spans, one for each multiprocessor.
+A program reads its span through the rings of pipeline.py and never stops fetching; where an item
+ends, its warpgroups add up their sums and write them.
 
-So an item may be cut, and a sum have parts in several programs. Each part has a slot of the
-result, slots without a part are written as zeros, and XLA adds them up: always in the same
-order. Rows beyond all groups have no blocks: XLA makes them zero.
+So an item may be cut between programs, and its sum then has several parts. Each part has a slot
+of the result, slots without a part are written as zeros, and XLA adds up the slots, always in the
+same order. Rows beyond all groups have no blocks, and XLA makes them zero.
 
-Sizes are known to the device alone. Every program adds them up for itself, which is sooner
-done than a kernel of XLA's is launched, and with them chooses how many rows a block has: of two
-`Choice`s, the one that costs less for the number of blocks it makes of these groups.
+Only the device knows the sizes of the groups. Every program adds them up for itself, which takes
+less time than launching another kernel. From them it chooses how many rows a block has: of two
+`Choice`s, it takes the one whose blocks cost less for these groups.
 """
 
 import dataclasses
@@ -51,6 +51,8 @@ STRIP = 8  # rows of the copy engine's pattern
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
+    """One way to cut groups into blocks of rows."""
+
     rows: int  # of a block, a multiple of STRIP
     cost: int  # of a block, to be compared with that of other choices
     blocks: DecodeBlocks  # `split` and `cluster` are 1
@@ -58,7 +60,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Over all items, by programs; a unit is a block of the weight for each ring."""
+    """How programs go through all items. A unit is one block of the weight for each ring."""
 
     number: int  # of the choice
     rows: int
@@ -70,14 +72,14 @@ class Walk:
 
 
 class GroupStarts(NamedTuple):
-    """The first row of each group and of what follows the last one, and for each choice
-    their first blocks: in shared memory, or in memory where XLA made them."""
+    """The first row of each group, and for each choice its first block, with one more entry for
+    what follows the last group. It lies in shared memory, or, made by XLA, in global memory."""
 
     rows: Any  # [G + 1]
     blocks: Any  # [choices, G + 1]
 
     def fill(self, sizes, num_rows: int, walks: list[Walk]) -> list:
-        """[rows in groups, blocks by each choice]."""
+        """Fills itself from the sizes; returns [rows in groups, blocks by each choice]."""
 
         def put(g, firsts):
             self.rows[g] = firsts[0]
@@ -97,7 +99,9 @@ class GroupStarts(NamedTuple):
         """(group, first row, tile of columns) of an item."""
         block = lax.div(item, walk.tiles)
         group, step = jnp.int32(0), 1 << (walk.num_groups - 1).bit_length()
-        while step > 1:  # the last group that does not start after this block
+        while (
+            step > 1
+        ):  # bisects for the last group that does not start after this block
             step //= 2
             later = jnp.minimum(group + step, walk.num_groups)
             group = jnp.where(self.blocks[walk.number, later] <= block, later, group)
@@ -107,7 +111,7 @@ class GroupStarts(NamedTuple):
 
 
 def _after(firsts: list, size, num_rows: int, walks: list[Walk]) -> list:
-    """The first row and the first blocks of the group after one of so many rows."""
+    """The first row and the first blocks of the group that follows a group of `size` rows."""
     start, *blocks = firsts
     end = jnp.minimum(start + size, num_rows)
     num_rows_of_blocks = jnp.where(end > start, end - lax.div(start, STRIP) * STRIP, 0)
@@ -118,7 +122,7 @@ def _after(firsts: list, size, num_rows: int, walks: list[Walk]) -> list:
 
 
 def by_xla(sizes_G: jax.Array, num_rows: int, walks: list[Walk]) -> GroupStarts:
-    """GroupStarts for the interpreter, which halts now and then if warpgroups fill them."""
+    """The same by XLA, for the interpreter: it sometimes halts where warpgroups fill them."""
     step = lambda firsts, size: (_after(firsts, size, num_rows, walks), firsts)
     zero, sizes = jnp.int32(0), jnp.append(sizes_G, 0).astype(jnp.int32)
     _, (rows, *blocks) = lax.scan(step, [zero] * (1 + len(walks)), sizes)
@@ -130,7 +134,7 @@ def _over(a, b):
 
 
 class Way(NamedTuple):
-    """A choice, with all that follows from it."""
+    """A choice, with the plan, the walk and the shared memory that follow from it."""
 
     plan: Plan
     walk: Walk
@@ -167,7 +171,7 @@ def _body(*given, ways: list[Way], operands: tuple[str, ...], num_rows: int):
 def _over_items(
     plan: Plan, walk: Walk, refs: References, groups: GroupStarts, num_blocks
 ):
-    """This program's span of all items."""
+    """Reads this program's span of all items and writes the sums of each."""
     units, deep = walk.units, plan.division.deep
     total = num_blocks * walk.tiles * units
     each = jnp.maximum(_over(total, walk.programs), _over(units, walk.slots - 1))
@@ -216,7 +220,7 @@ def _write(
 
 
 def _write_interpreted(plan: Plan, refs: References, me: Warpgroup, sums, item, limits, slot, written):  # fmt: skip
-    """Whole blocks, apart by groups, which XLA puts in place."""
+    """Writes whole blocks, separately for each group; XLA moves their rows to where they belong."""
     del limits
     group, row, tile = item
     if refs.column_scales is not None:
@@ -297,7 +301,8 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
     (num_rows, k), (num_groups, num_tiles, num_n) = shape, scale_GTN.shape
     group = None if num_tiles == 1 else k // num_tiles
     tiles, programs = num_n // COLUMNS, num_cores()
-    # as many parts as a sum has if groups are not empty: two where items outnumber programs
+    # As many slots as a sum can have parts if no group is empty: two if there are more items
+    # than programs.
     slots = min(MOST_SLOTS, 1 + _over(programs, min(num_groups, num_rows) * tiles))
     ways = []
     for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
@@ -319,7 +324,7 @@ def _operands(x, bytes_GKB, scale_GTN, plan: Plan) -> dict:
 
 
 def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
-    """[R, N] of what the interpreted kernel writes, [groups, rings, ..]."""
+    """[R, N], from the [groups, rings, ..] that the interpreted kernel writes."""
     in_order = functools.partial(by_columns, bits=bits)
     out = jax.vmap(in_order)(jnp.sum(out, axis=1))[:, : len(row)]
     end = jnp.cumsum(sizes_G)[:, None, None]

@@ -2,32 +2,30 @@
 
     out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 64, Mosaic
 
-The weight is the left operand of the tensor cores, which may come from registers, and x the
-right one, from shared memory: out^T = w^T x^T. So a decoded weight never leaves the thread
-that decoded it, and eight rows cost as many instructions as one.
+The kernel computes out^T = w^T x^T. The weight is the left operand of the tensor cores, which may
+come from registers, and x is the right one, from shared memory. So a decoded weight never leaves
+the thread that decoded it, and eight rows cost as many instructions as one.
 
 A program owns 256 columns of the weight (as Flax stores it, [k, n] with n along the
 memory) and a part of the sum. The copy engine brings blocks of `k` rows into rings of
 buffers. The columns are four accumulators of 64; a warpgroup has `wide` of them, and `deep`
 sets of warpgroups take turns at the blocks, each with a ring of its own:
 
-    wide 4, deep 3 or 4    a ring to each warpgroup: what is read once gives all its columns,
-                           and nobody waits for anybody. Best for 4 bits and a few rows, whose
-                           sums fit into registers; by mma.sync (hopper/mma.py)
-    wide 1 or 2, deep 1    all warpgroups read every block, each for its columns; by wgmma
+    wide 4, deep 3 or 4    Each warpgroup has its own ring: it reads a block once for all columns
+                           and waits for no other. This is best for 4 bits and a few rows,
+                           whose sums fit into registers. It uses mma.sync (hopper/mma.py).
+    wide 1 or 2, deep 1    All warpgroups read every block, each for its columns, by wgmma.
 
-Tensor cores want pairs of neighbours along k in one register, and they lie in two rows:
-ldmatrix, meant to transpose blocks of 16-bit numbers, puts 16 bits of two rows into a word.
-Which 64 columns an accumulator takes is free, so it takes those that this yields
-(hopper/lanes.py).
+Tensor cores need pairs of neighbours along k in one register, and these lie in two rows.
+ldmatrix, which transposes blocks of 16-bit numbers, puts 16 bits of two rows into a word. An
+accumulator may take any 64 columns, so it takes those that a thread has then (hopper/lanes.py).
 
-wgmma is asynchronous and reads its registers when it comes to it. So nothing may be decoded
-into registers of a multiplication that was not waited for: a block is decoded in two pieces
-at least, and when one is begun only the piece before it may be under way.
+wgmma is asynchronous and reads its registers late. So nothing may be decoded into the registers of
+a multiplication that was not waited for: a block is decoded in at least two pieces, and when one
+is begun only the multiplication of the piece before it may still run.
 
-Programs that share a column go in a cluster, where there are clusters of that size for all
-columns at once: they send each other their sums, scale, cast and write the result
-(exchange.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
+Programs that share a column form a cluster, if clusters of that size can run for all columns at
+once: they send each other their sums, and scale, cast and write the result (exchange.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
 seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8. With one too many the time
 is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in
 whatever it does next.
@@ -47,7 +45,9 @@ from midtread.kernels.weight_matmul.hopper_decode import exchange, pipeline
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks, Plan
 from midtread.numerics.formats import Format, dtype_bits
 
-FILLED = 8  # up to so many rows the copy engine fills up; more are padded to eights
+FILLED = (
+    8  # the copy engine fills up fewer rows with zeros; more are padded to a multiple
+)
 
 
 def _body(*given, plan: Plan, names: tuple[str, ...]):
@@ -152,7 +152,7 @@ def decode_matmul(
 
 
 def by_columns(out, bits: int):
-    """[M, N] of [N / 256, 4, 64, M], which the interpreted kernel writes."""
+    """[M, N], from the [N / 256, 4, 64, M] that the interpreted kernel writes."""
     tiles, padded = out.shape[0], out.shape[-1]
     extents, axes = lanes.order(bits)
     out = out.reshape(tiles, *(extents[a] for a in axes), padded)

@@ -4,25 +4,25 @@
     out_MN  =  sum_k x_Mk bf16(s_gN value(code_kN))             one for each group g of k
     out_MN  =  t_M s_N  sum_k code_Mk code_kN                   rows of codes, 8 bits both
 
-The weight is the left operand of wgmma, out^T = w^T x^T, and goes from codes in shared
-memory to registers to tensor cores: no decoded copy of it exists anywhere. Scales of groups
+The kernel computes out^T = w^T x^T. The weight is the left operand of wgmma and goes from codes in
+shared memory to registers to tensor cores, so that no decoded copy of it exists anywhere. Scales of groups
 are multiplied in between and rounded to bfloat16, which gives the numbers that decoding the
 whole weight first would. (Scaling the sums of each group instead has the tensor cores wait
 for every group: 0.92x of bfloat16 at 8,192 rows of int4.)
 
-Codes by codes need no decoding. But wgmma wants neighbours along the sum in one register,
-and in memory, unless it is told of 16 bits, and a weight [k, n] has them a row apart: they are
-turned on the same way, by byte permutes. (scaled_matmul/hopper.py takes weights that lie the other way, as
-in training, where quantizing writes them so.)
+Codes by codes need no decoding. But wgmma needs neighbours along the sum in one register, and in a
+weight [k, n] they are a row apart. Shared memory can transpose 16-bit elements only, so pairs of
+bytes are transposed on the way to registers and byte permutes finish it.
+(scaled_matmul/hopper.py takes weights [n, k], which training writes when it quantizes.)
 
-With many rows the tensor cores are what counts, so a program stays for good, one to a
-multiprocessor, and walks over blocks of the result. One warpgroup fetches, two multiply,
-each 64 columns by all rows of a block: while one decodes, the tensor cores work for the
-other. The ring of buffers runs on across blocks of the result, so the next block's codes
-arrive while this one's sums are written (pipeline.py).
+With many rows the tensor cores are the limit. So there is one program for each multiprocessor,
+which goes through many blocks of the result. One warpgroup fetches and two multiply, each 64
+columns by all rows of a block: while one decodes, the tensor cores work for the other. Fetching
+continues across blocks of the result, so the next block's codes arrive while the sums of this one
+are written (pipeline.py).
 
-Results leave by the copy engine, turned back in shared memory; where programs share a sum
-they are float32 parts, which XLA adds up.
+Results are transposed back in shared memory and copied out from there. Where programs share a sum
+they write float32 parts, which XLA adds up.
 """
 
 import dataclasses

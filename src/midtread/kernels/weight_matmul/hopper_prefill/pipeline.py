@@ -1,12 +1,11 @@
-"""What the warpgroups of hopper_prefill do: fetch, decode or turn, multiply, write.
+"""What the warpgroups of this kernel do: fetch, decode or transpose, multiply, write.
 
-A ring is `stages` buffers, each with two barriers: `full`, when its parts have come, and
-`empty`, when those who multiply have left it. One warpgroup fills buffers, block after block
-of the result, without a pause; two multiply, 64 columns each.
+hopper/ring.py has the buffers. One warpgroup fills them, block after block of the result, without
+a pause; two others multiply, 64 columns each.
 
-    Registers.  wgmma reads its left operand while the threads go on. So what is decoded
-    next goes into other registers, and waits until the ones before are done: two decodings
-    in a row are the body of the loop, and one wgmma is in flight at a time.
+    Registers.  wgmma reads its left operand while the threads continue. So the next piece is
+    decoded into other registers, and one wgmma runs at a time: the body of the loop decodes
+    two pieces.
 
     The last round.  1,024 rows by 14,336 columns are 448 blocks for 132 programs: three
     rounds and 52 blocks. These are cut in two, so that the last round takes half as long.
@@ -33,18 +32,18 @@ from midtread.kernels.weight_matmul.hopper_prefill import registers
 from midtread.numerics.formats import Format, dtype_bits
 
 GROUPS = 2  # warpgroups that multiply
-COLUMNS = 64 * GROUPS  # of the result, in a block
-OUT_ROWS, OUT_COLUMNS = 32, 64  # of the result, written at a time
-WIDTH = 8  # of the walk
+COLUMNS = 64 * GROUPS  # columns of the result in a block
+OUT_ROWS, OUT_COLUMNS = 32, 64  # the part of the result that is written at a time
+WIDTH = 8  # how many blocks wide the walk over the result is
 
 
 def inner(dtype) -> int:
-    """Of the sum, in one wgmma over rows of this dtype: 128 bytes."""
+    """How much of the sum one wgmma takes for rows of this dtype: 128 bytes of a row."""
     return 128 // jnp.dtype(dtype).itemsize
 
 
 def step(dtype) -> int:
-    """Of the sum, in the body of the loop."""
+    """How much of the sum the body of the loop takes."""
     return 2 * inner(dtype)
 
 
@@ -58,7 +57,7 @@ class PrefillBlocks:
     halves: bool = False  # cut the blocks of the last round in two
 
     def most_stages(self, fmt: Format, group: int | None, dtypes) -> int:
-        """Buffers that shared memory has room for; `dtypes` of rows and of the result."""
+        """How many buffers fit into shared memory, for the `dtypes` of the rows and the result."""
         x_size, out_size = (jnp.dtype(d).itemsize for d in dtypes)
         out_size = out_size if self.split == 1 else 4
         left = SHARED - GROUPS * 2 * OUT_ROWS * OUT_COLUMNS * out_size
@@ -68,7 +67,7 @@ class PrefillBlocks:
         return min(8, left // (self.k * (width + self.rows * x_size) + scales))
 
     def programs(self) -> int:
-        """That run at once; a pair counts as one."""
+        """How many programs run at once; a pair counts as one."""
         return num_cores() // (2 if self.pair else 1)
 
 
@@ -78,10 +77,10 @@ class Plan(ring.Plan):
 
     blocks: PrefillBlocks
     dtype: np.dtype  # of the rows: bfloat16, or that of codes
-    chunks: int  # buffers full, of one program's part of the sum
+    chunks: int  # blocks of the weight in one program's part of the sum
     grid: tuple[int, int]  # blocks of the result; of pairs along columns
-    whole: int  # blocks of all rows
-    halves: int  # of half of them
+    whole: int  # how many blocks of the result have all rows
+    halves: int  # how many have half of them
 
     @property
     def is_codes(self) -> bool:
@@ -131,7 +130,7 @@ def body(*given, plan: Plan, names: tuple[str, ...]):
 
 def _over_blocks(plan: Plan, visit):
     """Calls `visit(rows, part of the sum, first row, block of columns, carry)` for this
-    program's blocks; carries from 0 on."""
+    program's blocks. The carry starts as 0; the last one is returned."""
     blocks, me = plan.blocks, lax.axis_index("sm")
     num_programs = lax.axis_size("sm")
     turns = lambda count: lax.div(count - me + num_programs - 1, num_programs)
@@ -177,7 +176,7 @@ def _fetch(plan: Plan, refs: References, rows, part, row, j, count):
 
 
 def _multiply(plan: Plan, refs: References, wg, rows, part, row, j, first):
-    """A block of the result; returns how many buffers were read."""
+    """Computes and writes a block of the result; returns how many buffers were read so far."""
     total, s = _sums(plan, refs, wg, first, rows), None
     if not plan.group:
         columns = refs.column_scales.at[0, pl.ds(j * COLUMNS, COLUMNS)]
@@ -187,7 +186,7 @@ def _multiply(plan: Plan, refs: References, wg, rows, part, row, j, first):
 
 
 def _sums(plan: Plan, refs: References, wg, first, rows: int):
-    """[64, rows]: a warpgroup's columns of a block, over the program's part of the sum."""
+    """[64, rows]: a warpgroup's columns of a block, summed over the program's part of k."""
     blocks, per_step = plan.blocks, step(plan.dtype) // plan.blocks.k
     slot_of = lambda count: lax.rem(count, blocks.stages)
     starts = range(0, blocks.k, plan.inner)
@@ -233,7 +232,7 @@ def _operand(plan: Plan, refs: References, wg, slot, start: int):
 
 
 def _scales(ref, plan: Plan, wg):
-    """Of a warpgroup's columns, from those of a program."""
+    """The scales of a warpgroup's 64 columns, from those of a program's 128."""
     if plan.native:
         return lanes.scales(ref, plan.lanes)[0]
     return lax.dynamic_slice_in_dim(ref[...], wg * 64, 64)
@@ -243,8 +242,9 @@ def _scales(ref, plan: Plan, wg):
 
 
 def _send(plan: Plan, refs: References, wg, total, s, corner):
-    """Writes a warpgroup's [64, rows], times the scales of its columns, if any, and of
-    rows of codes, as rows of the result, through two buffers."""
+    """Writes a warpgroup's [64, rows] as rows of the result, through two buffers. It is
+    multiplied by the scales `s` of its columns, if there are any, and by those of rows, if
+    the rows are codes."""
     part, row, column = corner
     for count, r in enumerate(range(0, total.shape[1], OUT_ROWS)):
         slot = refs.out_smem.at[wg, count % 2]
