@@ -1,4 +1,4 @@
-"""Decoding: what stored codes stand for, told to every kind of kernel.
+"""Decoding: what stored codes stand for, for every kind of kernel.
 
 There is a row for each container of codes and a column for each kind of kernel that decodes
 them. Adding a format is adding a row; a kernel takes every format whose row fills its column
@@ -60,7 +60,7 @@ def _e2m1(u):
 
 
 def look_up(u, table):
-    """table[u] by halving: bit 0 chooses within pairs, bit 1 among pairs of pairs, ..."""
+    """table[u] by selects: bit 0 of u chooses within pairs, bit 1 among pairs of pairs, ..."""
     values = [jnp.float32(v) for v in table]
     for bit in range(len(table).bit_length() - 1):
         is_odd = (u & (1 << bit)) != 0

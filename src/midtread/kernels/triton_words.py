@@ -1,15 +1,15 @@
-"""Words: codes of 8 or 4 bits, read 16 bits at a time and decoded to float16, Triton.
+"""Words: codes of 8 or 4 bits that Triton reads 16 bits at a time and decodes to float16.
 
-A tensor core wants neighbours along the sum in one register, and a weight or a cache often
-has neighbours along another axis in memory. The GPU's shared memory can turn such blocks
-for elements of 16 bits, not for smaller ones: bytes go one by one, and that, not their
-number, decides the time. So two codes of 8 bits (four of 4) travel as one word, words are
-turned, and each word gives one value to each of several planes:
+A tensor core needs neighbours along the sum in one register, and a weight or a cache often has
+neighbours along another axis in memory. The GPU's shared memory can transpose blocks of 16-bit
+elements, but smaller elements go one by one, and that decides the time. So two codes of 8 bits, or
+four of 4, are one word; words are transposed, and each word gives one value to each of several
+planes:
 
     [k, n / 2] words  ->  2 planes [k, n / 2]: the even and the odd columns of [k, n]
 
-float16 holds every code exactly. What multiplies it has to fit, too: `fitted` divides rows
-by a power of two.
+float16 holds every code exactly. The rows that are multiplied by it must fit into float16 too, so
+`fitted` divides them by a power of two.
 """
 
 import jax
@@ -28,7 +28,7 @@ def num_planes(fmt: Format) -> int:
 
 
 def as_words(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Codes [.., n] as int16 [.., n / planes]: the same bytes."""
+    """The bytes of codes [.., n] as int16 [.., n / planes]."""
     planes = num_planes(fmt)
     split = codes.reshape(*codes.shape[:-1], codes.shape[-1] // planes, planes)
     return lax.bitcast_convert_type(split, jnp.int16)
@@ -52,7 +52,7 @@ def assembly(fmt: Format, plane: int) -> str:
 
 
 def planes(words: jax.Array, fmt: Format, native: bool) -> list[jax.Array]:
-    """float16 values of each plane of the words of a block."""
+    """The float16 values of each plane of a block of words."""
     count = num_planes(fmt)
     if not native:
         pair = lax.bitcast_convert_type(words, jnp.int8)

@@ -1,20 +1,21 @@
 """Fused quantizing on a GPU: absmax, scale and codes in one pass over the data, Triton.
 
-    rows(x)            one scale per row; x is read once
-    cast(x, inverse)   codes under scales known already: as they lie, transposed, or both
-                       from one read. 8-bit matmuls want the summed axis innermost, and
-                       the backward sums over another axis than the forward. Also max |x|,
-                       for whoever wants to know it of the next x
-    tiles(x)           one scale per TILE of a row, x is read once; transposed codes under
-                       other scales, known already, from the same read
+    rows(x)            one scale for each row; x is read once
+    cast(x, inverse)   codes for scales that are known: in the order of x, transposed, or both
+                       from one read. 8-bit matmuls need the summed axis innermost, and the
+                       backward pass sums over another axis than the forward. It can also
+                       return max |x|, from which delayed scaling makes the next scale
+    tiles(x)           one scale for each TILE of a row; x is read once. The same read can give
+                       transposed codes for other scales, which are known
 
-The first two may multiply x by a factor first: the backward folds the forward's scales
-into g. They may round by chance: the noise is that of numerics/rounding.py, a hash of the
-key and of an element's position, of which a kernel gets the parts for rows and for columns
-and mixes them; so the codes are the same, too.
-The numbers are those of numerics/: absmax and product rounded to x's dtype, scale =
-absmax * (1 / bound), codes by the reciprocal. A NaN makes its scale NaN: the largest
-magnitude is found among bit patterns, where NaN lies above infinity.
+The first two may multiply x by a factor first: the backward pass folds the forward's scales into
+g. They may round stochastically, with the noise of numerics/rounding.py: a hash of the key and of
+an element's position. A kernel gets the hashes of rows and of columns and mixes them, so its codes
+are the same.
+
+The numbers are those of numerics/: absmax and product are rounded to x's dtype, scale = absmax *
+(1 / bound), and codes use the reciprocal of the scale. A NaN makes its scale NaN, because
+magnitudes are compared as bit patterns, among which NaN is larger than infinity.
 """
 
 import functools
@@ -34,20 +35,20 @@ from midtread.kernels.pallas_compat import (
 from midtread.numerics.formats import Format
 from midtread.numerics.rounding import as_uniform, mix
 
-BLOCK = 64  # both extents of x come in multiples
-TILE = 128  # elements that share a scale, where some neighbours do
-MAX_ROW = 2**15  # bytes of a row that `rows` holds at once
+BLOCK = 64  # both extents of x are multiples of this
+TILE = 128  # how many neighbours share a scale in `tiles`
+MAX_ROW = 2**15  # the longest row that `rows` takes, in bytes
 
 
 def _magnitude(x):
-    """|x| as an integer that orders like it."""
+    """The bits of |x| as an integer, which orders as |x| does."""
     kind = jnp.int16 if np.dtype(x.dtype).itemsize == 2 else jnp.int32
     bits = lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max
     return bits.astype(jnp.int32)
 
 
 def as_float(magnitude, dtype):
-    """|x| again."""
+    """|x|, from the integer that `_magnitude` gives."""
     kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
     return lax.bitcast_convert_type(magnitude.astype(kind), dtype)
 
@@ -76,7 +77,7 @@ def _codes(x, inverse, fmt: Format, native: bool, noise=None):
 
 
 def _codes_by_chance(units, fmt: Format, noise):
-    """numerics/rounding.py's stochastic codes; `noise` is in [0, 1)."""
+    """The stochastic codes of numerics/rounding.py; `noise` is in [0, 1)."""
     if fmt.codes is not None:
         low, high = fmt.codes
         is_nan = jnp.isnan(units)
@@ -102,13 +103,13 @@ def _up_or_down(x, noise):
 
 
 def _noise(refs):
-    """Of a block, from the hashes of its rows and columns."""
+    """The noise of a block, from the hashes of its rows and columns."""
     rows, columns = refs
     return as_uniform(mix(rows[:][:, None] ^ columns[:][None, :]))
 
 
 def _nearest(units, native: bool):
-    """The nearest integer, ties to even, NaN to 0."""
+    """The nearest integer; ties go to the even one and NaN to 0."""
     if not native:
         units = jnp.round(units)
         return jnp.where(jnp.isnan(units), 0.0, units).astype(jnp.int32)
@@ -218,7 +219,8 @@ def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance, num_ou
 
 
 def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
-    """What belongs to a block of an array of `shape`, of a part with fewer extents."""
+    """The BlockSpec of `part`, whose extents divide those of `shape`, that goes with a block of
+    an array of that shape."""
     sizes, steps = [], []
     for extent, whole, size in zip(part, shape, block):
         per = whole // extent  # neighbours that share a value
@@ -295,7 +297,7 @@ def _over_blocks(body, block, x, parts, specs, outputs, interpret: bool):
 
 def _tiles_body(x_ref, *refs, fmt, native):
     x = x_ref[:, :]
-    if len(refs) == 4:  # the other order, too
+    if len(refs) == 4:  # transposed codes are asked for, too
         inverse_ref, *refs, turned_ref = refs
         turned_ref[:, :] = _codes(x, inverse_ref[:, :], fmt, native).T
     codes_ref, scale_ref = refs

@@ -4,14 +4,14 @@
     grouped_sums    out_gmn =  sa_m sb_n   sum_{R in g} a_mR b_nR
 
 The first is the forward pass and the gradient of its rows, the second the gradient of the
-matrices. Sizes of groups are values, known to the device alone: XLA makes a small table of
-row blocks from them (`row_blocks`), and programs walk it as scaled_matmul/hopper.py walks its grid.
+matrices. Only the device knows the sizes of groups. XLA makes a small table of row blocks from
+them (`row_blocks`), and programs go through it as hopper.py goes through its grid.
 
-The copy engine moves whole patterns of 8 rows and 128 codes. So blocks of rows start at a
-multiple of 8, and the 8 rows in which two groups meet are written aside and put in place by
-XLA (`_with_edges`): 16 rows of a group at most. A sum starts and ends at a multiple of 128,
-and what belongs to the neighbours is overwritten with zeros before it is multiplied. Rows
-beyond all groups come out as zeros, as lax.ragged_dot has it, and cost no multiplying.
+The copy engine moves whole patterns of 8 rows and 128 codes. So blocks of rows start at a multiple
+of 8. The 8 rows in which two groups meet are written to a side array, and XLA moves them to where
+they belong (`_with_edges`); these are at most 16 rows of a group. A sum starts and ends at a
+multiple of 128, and codes of neighbouring groups are overwritten with zeros before they are
+multiplied. Rows beyond all groups come out as zeros, as in lax.ragged_dot, and are not multiplied.
 """
 
 import dataclasses
@@ -169,7 +169,7 @@ def _with_edges(out: jax.Array, edges: jax.Array, groups: GroupBounds) -> jax.Ar
     cuts = jnp.stack(groups, axis=1)[:, :, None]  # [groups, 2, 1]
     rows = cuts // STRIP * STRIP + jnp.arange(STRIP, dtype=jnp.int32)
     starts, ends = (part[:, None, None] for part in groups)
-    # a group within one strip has it on both sides
+    # A group that lies within one strip has the same strip on both sides.
     apart = starts // STRIP != ends // STRIP
     once = jnp.append(apart, jnp.ones_like(apart), axis=1)
     inside = (rows >= starts) & (rows < ends) & (cuts % STRIP != 0) & once

@@ -3,11 +3,11 @@
     out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 256, Triton
 
 A decoder reads every weight for a few rows, so time is bytes over bandwidth: int8 should
-take half of bfloat16's time and int4 a quarter. Two ways to multiply:
+take half of bfloat16's time and int4 a quarter. There are two ways to multiply:
 
-    fma    up to a few rows: each thread decodes 16 columns and multiplies in float32;
-           nothing is exchanged between threads until the end
-    dot    more rows: a block of decoded weights goes through the tensor cores
+    fma    One or two rows: each thread decodes 16 columns and multiplies in float32, and
+           threads exchange nothing until the end.
+    dot    More rows: a block of decoded weights goes through the tensor cores.
 
 A block of the weight is [k, n] with n along the memory, as Flax stores kernels. Two 4-bit
 codes share a byte, so one block of bytes gives the even and the odd columns. The summed
@@ -30,10 +30,12 @@ from midtread.numerics.formats import Format, dtype_bits
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlocks:
+    """How much of a weight a program reads at a time."""
+
     multiply: str  # "fma" or "dot"
     n: int  # bytes of a row that one program reads
     k: int  # rows of the weight in one load
-    loads: int  # of them in flight
+    loads: int  # how many of them are under way at once
     split: int  # programs that share a sum
     warps: int = 4
     stages: int = 1
@@ -43,7 +45,7 @@ class TritonBlocks:
 
 
 def _asm(body: str, p, dtype, num_out: int = 2):
-    """`body` on every four bytes of `p`."""
+    """Runs the PTX `body` on every four bytes of `p`."""
     return pltriton.elementwise_inline_asm(
         "{" + body + "}",
         args=[p],
@@ -76,7 +78,8 @@ def unpacked(p, fmt: Format, dtype, native: bool) -> tuple:
 def _fma_body(
     x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
 ):
-    """x [rows, Ks], w [Ks, B], s [P, Ks / group, B] -> out [P, rows, B]; Ks: this program's."""
+    """x [rows, Ks], w [Ks, B], s [P, Ks / group, B] -> out [P, rows, B], where Ks is the part
+    of the sum that this program has."""
     num_k, num_b = w_ref.shape[0], blocks.n
     planes = out_ref.shape[0]
     step = blocks.k * blocks.loads
@@ -113,7 +116,7 @@ def _fma_body(
 def _dot_body(
     x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
 ):
-    """The same by tensor cores, for `block_m` rows of which `rows` are real."""
+    """The same by tensor cores, for `block_m` rows, of which `rows` exist."""
     num_k, num_b = w_ref.shape[0], blocks.n
     planes, block_m = out_ref.shape[0], x_ref.shape[0]
     mask = other = None
@@ -125,7 +128,7 @@ def _dot_body(
     def body(i, total):
         starts = [i * step + u * blocks.k for u in range(blocks.loads)]
         at = [pl.ds(start, blocks.k) for start in starts]
-        w = [w_ref[a, :] for a in at]  # all under way before the first is used
+        w = [w_ref[a, :] for a in at]  # all loads begin before the first is used
         x = [pltriton.load(x_ref.at[:, a], mask=mask, other=other) for a in at]
         for u, start in enumerate(starts):
             values = unpacked(w[u], fmt, x[u].dtype, native)
@@ -223,7 +226,7 @@ def _transposed_body(x_ref, w_ref, out_ref, *, k: int, rows: int):
 
 
 def transposed_blocks(rows: int, shape: tuple[int, int]) -> TritonBlocks | None:
-    """Of `rows` rows by a weight [N, K] of 8-bit codes; None if it does not divide."""
+    """The blocks for `rows` rows by a weight [N, K] of 8-bit codes; None if none divides it."""
     n, k = (32, 256) if rows <= 16 else (128, 128)
     split = next((s for s in (4, 2, 1) if shape[1] % (s * k) == 0), None)
     if shape[0] % n or split is None:
@@ -238,7 +241,7 @@ def transposed_matmul(
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in float32; a tied embedding's head is stored so."""
+    """[M, N] in float32, for a weight [N, K] such as the head of a tied embedding."""
     (m, k), n = x_MK.shape, codes_NK.shape[0]
     block_m = max(16, 1 << (m - 1).bit_length())
     split_k = k // blocks.split

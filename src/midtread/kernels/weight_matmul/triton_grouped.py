@@ -1,11 +1,11 @@
-"""Few rows for each expert against stored weights: read the codes once, Triton.
+"""Few rows for each expert against stored weights on a GPU, by Triton.
 
     out_RN  =  sum_t s_gtN  sum_{k in t} x_Rk value(code_gkN)         g = group of row R
 
 Weights are [groups, k, n] with n along the memory, 8-bit or 4-bit codes, and are read in
-words (triton_words.py). Rows of a group are taken `m` at a time, from where the group starts:
-XLA makes the table of such blocks from the sizes, and programs whose block does not exist
-end at once. Rows beyond all groups are a group without weights: zeros.
+words (triton_words.py). The rows of a group are cut into blocks of `m`. XLA makes the table of
+these blocks from the sizes, and programs whose block does not exist end at once. Rows beyond all
+groups are treated as a group without weights, and come out as zeros.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ from midtread.numerics.formats import Format
 
 @dataclasses.dataclass(frozen=True)
 class ExpertBlocks:
+    """How much of the rows and weights a program reads at a time."""
+
     m: int = 16  # rows
     n: int = 64  # words
     k: int = 128
@@ -38,7 +40,8 @@ class ExpertBlocks:
 
 
 def row_blocks(sizes: jax.Array, num_rows: int, block: int) -> jax.Array:
-    """[blocks, 4] int32: group, first row, end of the rows; unused ones are empty."""
+    """[blocks, 4] int32: for each block its group, its first row, and, twice, the end of its
+    rows. Blocks that are not used are empty."""
     starts, ends = group_bounds(sizes, num_rows)
     counts = -((starts - ends) // block)
     until = jnp.cumsum(counts)
@@ -54,7 +57,8 @@ def row_blocks(sizes: jax.Array, num_rows: int, block: int) -> jax.Array:
 def _body(
     table_ref, x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: ExpertBlocks, native
 ):
-    """x [R, K], w [G, K, N / P] words, s [P, G, T, N / P]; out [P, R, N / P]: whole arrays."""
+    """Gets whole arrays: x [R, K], w [G, K, N / P] in words, s [P, G, T, N / P], and out
+    [P, R, N / P]."""
     num_groups, num_k, _ = w_ref.shape
     num_tiles = s_ref.shape[2]
     group, first, end = (table_ref[p] for p in range(3))

@@ -1,10 +1,13 @@
-"""Block sizes of Triton's kernels for stored weights. The table's entries:
+"""Block sizes of Triton's kernels for stored weights.
 
-    weights    few rows against a stored weight: the first entry with these bits, at least
-               so many rows and at most so many bytes ("columns") in a row of the weight
-    experts    a few rows for each expert, by bits
+The table, <device>.json, has two entries:
 
-A shape that a block does not divide gets a smaller one (`fit`).
+    weights    Few rows against a stored weight. The first entry is taken that is for these
+               bits, for at least so many rows, and for at least so many bytes ("columns") in a
+               row of the weight.
+    experts    A few rows for each expert, by bits.
+
+A shape that a block does not divide gets a smaller block (`fit`).
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ from midtread.numerics.formats import Format, dtype_bits
 def weight_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
 ) -> TritonBlocks | None:
-    """Of `rows` rows by a weight of `shape` bytes; None if nothing fits."""
+    """The blocks for `rows` rows by a weight of `shape` bytes; None if none fits."""
     bits = dtype_bits(fmt.dtype)
     for entry in table(__file__)["weights"]:
         matches = entry["bits"] == bits and entry["columns"] <= shape[1]
@@ -32,7 +35,7 @@ def weight_blocks(
 def expert_blocks(
     fmt: Format, rows: float, shape: tuple[int, int], tile: int
 ) -> ExpertBlocks | None:
-    """Of a few rows a group by weights of `shape` words; None if nothing fits."""
+    """The blocks for `rows` rows a group by weights of `shape` words; None if none fits."""
     (num_k, num_b), best = shape, table(__file__)["experts"]
     blocks = ExpertBlocks(**best[str(dtype_bits(fmt.dtype))])
     n, k, split = blocks.n, min(blocks.k, tile), blocks.split
@@ -49,7 +52,7 @@ def expert_blocks(
 def fit(
     blocks: TritonBlocks, shape: tuple[int, int], group: int | None
 ) -> TritonBlocks | None:
-    """`blocks`, made smaller where they do not divide the weight or its groups."""
+    """`blocks`, smaller where they do not divide the weight or its groups; None if none does."""
     num_k, num_b = shape
     k, loads, split, n = blocks.k, blocks.loads, blocks.split, blocks.n
     while num_b % n and n > 32:

@@ -1,11 +1,13 @@
-"""Block sizes of few rows against stored weights on Hopper. The table's entries:
+"""Block sizes of few rows against stored weights on Hopper.
 
-stream     the first entry with these bits and at least so many rows that divides the
-           weight, perhaps of one format alone or for groups of so many or more, with the
-           largest cluster that is worth it; and how many clusters of 1, 2 .. programs
-           run at once
-groups     the same for each expert: entries with these bits and at least so many rows, and
-           what a block of them costs, of 4 bits as they were decoded before
+The table, <device>.json, has two entries:
+
+    few_rows      `blocks` is a list. The first of it is taken that is for these bits and for at
+                  least so many rows, that divides the weight, and whose `format` and least
+                  `group`, where it names them, are met. `cluster` is the largest cluster that
+                  pays. `resident` says how many clusters of 1, 2, .. programs run at once.
+    few_groups    The same for rows in groups, with what a block costs. Costs of 4 bits were
+                  measured with the decoding before the present one.
 """
 
 import dataclasses
@@ -24,8 +26,8 @@ HELD = 4096  # bytes of shared memory for the first rows and blocks of groups
 def decode_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
 ) -> DecodeBlocks | None:
-    """Of `rows` rows by a weight [K, N] on Hopper; None if it does not divide."""
-    (num_k, num_n), best = shape, table(__file__)["stream"]
+    """The blocks for `rows` rows by a weight [K, N]; None if none divides the weight."""
+    (num_k, num_n), best = shape, table(__file__)["few_rows"]
     for entry in best["blocks"]:
         blocks = DecodeBlocks(**entry["blocks"])
         if entry["bits"] != dtype_bits(fmt.dtype) or rows > entry["rows"]:
@@ -48,9 +50,9 @@ def decode_blocks(
 def _shared(
     blocks: DecodeBlocks, chunks: int, tiles: int, largest: int
 ) -> DecodeBlocks:
-    """With programs to share the sum of `chunks` blocks: clusters of `largest` at most, which
-    write the result, if three quarters as many run at once as there are multiprocessors; or
-    else pairs, as many as there is room for."""
+    """`blocks`, with as many programs as can share the sum of `chunks` blocks of each tile of
+    columns. They form clusters of at most `largest`, which write the result, if these keep
+    three quarters of the multiprocessors busy; otherwise as many pairs as there is room for."""
     most = max(1, min(num_cores() // tiles, chunks // 2))
     sizes = enumerate(_resident()[: min(most, largest)], 1)
     cluster = max((size for size, count in sizes if tiles <= count), default=1)
@@ -60,19 +62,20 @@ def _shared(
 
 
 def _resident() -> list[int]:
-    """How many clusters of 1, 2 .. programs run at once: known where it was asked for."""
+    """How many clusters of 1, 2, .. programs run at once. For a device that was not measured
+    only those of 1 and 2 are counted."""
     if has_own_table(__file__):
-        return table(__file__)["stream"]["resident"]
+        return table(__file__)["few_rows"]["resident"]
     return [num_cores(), num_cores() // 2]
 
 
 def grouped_choices(
     fmt: Format, rows: float, shape: tuple[int, int], group: int | None
 ) -> tuple[Choice, ...]:
-    """Of `rows` rows a group on average by weights [K, N] on Hopper: blocks for so many rows
-    and for more; none if they do not divide."""
+    """The choices for `rows` rows a group on average by weights [K, N]: one for so many rows
+    and one for more. It is empty if none divides the weights."""
     choices = []
-    for entry in table(__file__)["groups"]:
+    for entry in table(__file__)["few_groups"]:
         if entry["bits"] != dtype_bits(fmt.dtype) or entry["rows"] < rows:
             continue
         best, each = DecodeBlocks(**entry["blocks"]), entry["rows"]
@@ -88,7 +91,8 @@ def grouped_choices(
 def _fitted(
     blocks: DecodeBlocks, fmt: Format, rows: int, shape, group: int | None, spare=0
 ) -> DecodeBlocks | None:
-    """`blocks` with as many stages as there is memory for, beside `spare` bytes."""
+    """`blocks` with as many stages as fit into shared memory beside `spare` bytes; None if not
+    even two do, or if the blocks do not divide the weight or its groups."""
     (num_k, num_n), least = shape, blocks.k
     fits = not group or group % least == 0 or (group >= 32 and least % group == 0)
     if num_k % blocks.k or num_n % COLUMNS or not fits:

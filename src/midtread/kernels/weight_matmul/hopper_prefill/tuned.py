@@ -1,6 +1,8 @@
-"""Block sizes of many rows against a stored weight on Hopper. The table's entry "mixed" says, by
-the bits of rows, what a block costs, from which its rows and the number of programs that share
-a sum follow. It was fitted before integers were decoded as they are; for codes half of it.
+"""Block sizes of many rows against a stored weight on Hopper.
+
+The table, <device>.json, says under "cost", by the bits of the rows, how many ns a block takes. How
+many rows a block has and how many programs share a sum follow from that. The numbers were fitted
+with the decoding of integers before the present one; those of codes are half of them.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from midtread.numerics.formats import Format, dtype_bits
 def prefill_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtypes
 ) -> PrefillBlocks | None:
-    """Of many rows by a weight [K, N] on Hopper; None if it does not divide.
+    """The blocks for `rows` rows by a weight [K, N]; None if none divides the weight.
 
     Args:
         dtypes: of the rows, bfloat16 or that of codes, and of the result.
@@ -32,7 +34,7 @@ def prefill_blocks(
         return None
     if group and group % piece and group != 32:
         return None
-    cost = table(__file__)["mixed"][str(dtype_bits(dtypes[0]))]
+    cost = table(__file__)["cost"][str(dtype_bits(dtypes[0]))]
     most = min(256, -(-rows // 32) * 32)
     candidates = [
         prefill_time(PrefillBlocks(rows=each, split=split), rows, shape, cost)
@@ -51,9 +53,11 @@ def prefill_blocks(
 def prefill_time(
     blocks: PrefillBlocks, rows: int, shape: tuple[int, int], cost: dict[str, float]
 ) -> tuple[float, PrefillBlocks]:
-    """About how many ns it takes, and the blocks with the last round as it should be."""
+    """(about how many ns a matmul takes, `blocks` with `pair` and `halves` chosen)."""
     num_k, num_n = shape
-    each = lambda rows: cost["block"] + cost["row"] * rows  # ns, for each of k
+    each = lambda rows: (
+        cost["block"] + cost["row"] * rows
+    )  # ns for each row of the weight
     pairs = num_n // MIXED_COLUMNS * -(-rows // blocks.rows) * blocks.split
     is_paired = num_n % (2 * MIXED_COLUMNS) == 0 and pairs >= cost["pair"] * num_cores()
     blocks = dataclasses.replace(blocks, pair=is_paired)
