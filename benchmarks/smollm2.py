@@ -19,6 +19,7 @@ import sys
 import zipfile
 from xml.etree import ElementTree
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -118,7 +119,7 @@ def config():
         vocab_size=49152, emb_dim=576, mlp_dim=1536, num_decoder_layers=30,
         num_query_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD,
         rope_max_timescale=100000.0, normalization_layer_epsilon=1e-5,
-        logits_via_embedding=False, dtype="float32", weight_dtype="float32",
+        logits_via_embedding=False, embedding_gain=1.0, dtype="float32", weight_dtype="float32",
         scan_layers=False, remat_policy="none",
     )  # fmt: skip
 
@@ -156,7 +157,7 @@ def load(folder: pathlib.Path):
     model = nnx.eval_shape(lambda: Transformer(config(), nnx.Rngs(0)))
     embedding = tensors["token_embd.weight"]
     put = {
-        ("token_embedder", "embedding"): embedding / 576**0.5,  # the model multiplies
+        ("token_embedder", "embedding"): embedding,
         ("decoder", "logits_dense", "kernel"): embedding.T,
         ("decoder", "decoder_norm", "scale"): tensors["output_norm.weight"],
     }
@@ -173,7 +174,5 @@ def load(folder: pathlib.Path):
     made = {
         path: flat[path].replace(np.ascontiguousarray(w)) for path, w in put.items()
     }
-    import jax
-
     state = nnx.from_flat_state(made)
     return nnx.merge(graph, jax.tree.map(jax.numpy.asarray, state))

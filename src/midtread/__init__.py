@@ -17,6 +17,7 @@ zero. The tour, from the inside out:
       LoraProvider        fine-tune it through adapters, over quantized weights or not
       OdmlQatProvider     train it for a phone; interop.litert writes the file
     calibrate           a float model and data in, a quantized model out: GPTQ and others
+    sensitivity         which weight hurts; bisect, allocate: formats under a budget
     explain             what a provider does to a model, op by op, before it is run
     prove               what the compiled program does, and in which dtypes
 
@@ -29,6 +30,9 @@ zero. The tour, from the inside out:
 from midtread.algorithms.calibrate import Calibrated as Calibrated
 from midtread.algorithms.calibrate import CalibrationOptions as CalibrationOptions
 from midtread.algorithms.calibrate import calibrate as calibrate
+from midtread.algorithms.search import allocate as allocate
+from midtread.algorithms.search import bisect as bisect
+from midtread.algorithms.search import sensitivity as sensitivity
 from midtread.model.boxes import WithAux as WithAux
 from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat

@@ -1,0 +1,365 @@
+"""Search: which weight hurts, and which format each should have.
+
+    sensitivity(...)    every weight quantized alone: how far the model's outputs move
+    bisect(...)         the fewest weights that make up most of what quantizing all does
+    allocate(...)       a format for every weight, so that outputs move least for a number
+                        of bits per weight
+
+All three run the model itself, on data, with one weight or some of them rounded, and return
+a table that is also rules: `print` it, give `.rules` to a provider, or write `.to_yaml()`.
+
+Errors are mean squared changes of the outputs, relative to the outputs; those of weights that
+are quantized together are taken to add up, as they do while they are small. Rules know
+modules: layers that are stacked in one parameter (a scan) share their rule.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from midtread.algorithms.program import Program, Site, evaluate, trace
+from midtread.model.coverage import table
+from midtread.model.rules import QuantizationRule
+from midtread.numerics.formats import as_format, dtype_bits
+from midtread.numerics.qarray import dequantize, quantize_by_spec
+from midtread.numerics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One weight in one format."""
+
+    weight: str  # 'decoder/layers/mlp/wo/kernel'
+    module_path: str
+    format: str
+    tile_size: int | None
+    bits: float  # per element, scales included
+    size: int  # elements
+    error: float  # of the outputs, this weight alone quantized
+    loss: float | None  # what the loss grows by, if one was given
+
+    @property
+    def rule(self) -> QuantizationRule:
+        if self.format == "float":
+            return QuantizationRule(module_path=_literal(self.module_path))
+        return QuantizationRule(
+            module_path=_literal(self.module_path),
+            weight_qtype=self.format,
+            tile_size=self.tile_size,
+        )
+
+
+def _literal(path: str) -> str:
+    """A regular expression for this path alone."""
+    return "".join(c if c.isalnum() or c in "_/" else f"\\{c}" for c in path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Choices, the one that matters most first."""
+
+    choices: tuple[Choice, ...]
+    says: str
+
+    @property
+    def rules(self) -> list[QuantizationRule]:
+        """A rule per module, for a PtqProvider."""
+        return list({c.module_path: c.rule for c in self.choices}.values())
+
+    def to_yaml(self) -> str:
+        """The rules as `load_rules` reads them."""
+        import yaml
+
+        fields = ("module_path", "weight_qtype", "tile_size")
+        listed = [
+            {k: getattr(r, k) for k in fields if getattr(r, k) is not None}
+            for r in self.rules
+        ]
+        return yaml.safe_dump(listed, sort_keys=False)
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, of all together."""
+        return sum(c.bits * c.size for c in self.choices) / sum(
+            c.size for c in self.choices
+        )
+
+    def __str__(self) -> str:
+        lines = [["weight", "format", "bits", "elements", "error", "loss"]]
+        for c in self.choices:
+            name = c.format + (f"/{c.tile_size}" if c.tile_size else "")
+            grown = "" if c.loss is None else f"{c.loss:+.3g}"
+            lines.append(
+                [
+                    c.weight,
+                    name,
+                    f"{c.bits:.2f}",
+                    f"{c.size:,}",
+                    f"{c.error:.3g}",
+                    grown,
+                ]
+            )
+        return "\n".join([table(lines, {2, 3, 4, 5}), "", self.says])
+
+
+class _Model:
+    """A program that runs with some weights rounded."""
+
+    def __init__(self, model, batches, loss, params, method):
+        self.batches = list(batches)
+        if not self.batches:
+            raise ValueError("give some batches: inputs of the model to judge it by.")
+        self.program, self.floats = trace(
+            model, self.batches[0], params=params, method=method
+        )
+        self.loss = loss
+        self.sites: dict[tuple, list[Site]] = {}
+        for site in self.program.sites:
+            self.sites.setdefault(site.path, []).append(site)
+        self._run = jax.jit(functools.partial(_outputs, self.program))
+        self.wanted = [self._outputs({}, batch) for batch in self.batches]
+
+    def _outputs(self, changed: dict, batch) -> list[Any]:
+        return self._run({**self.floats, **changed}, self.program.arrays(batch))
+
+    def judge(self, changed: dict) -> tuple[float, float | None]:
+        """(error of the outputs, growth of the loss) with parameters changed."""
+        error, grown = 0.0, 0.0
+        for batch, wanted in zip(self.batches, self.wanted):
+            got = self._outputs(changed, batch)
+            pairs = [
+                (a, b)
+                for a, b in zip(wanted, got)
+                if jnp.issubdtype(jnp.result_type(a), jnp.floating)
+            ]
+            gap = sum(float(jnp.sum(jnp.square(a - b))) for a, b in pairs)
+            error += gap / max(
+                sum(float(jnp.sum(jnp.square(a))) for a, _ in pairs), 1e-30
+            )
+            if self.loss is not None:
+                whole = lambda outs: jax.tree.unflatten(self.program.result, outs)
+                grown += float(self.loss(whole(got), batch)) - float(
+                    self.loss(whole(wanted), batch)
+                )
+        count = len(self.batches)
+        return error / count, None if self.loss is None else grown / count
+
+    def rounded(self, path: tuple, qtype: Any, tile: int | None):
+        """(the parameter rounded to nearest, bits per element)."""
+        site, w = self.sites[path][0], self.floats[path]
+        back = tuple(site.turn.index(a) for a in range(len(site.turn)))
+        fmt = as_format(qtype)
+        tile = tile or fmt.tile
+        spec = Spec(fmt, ("kept",), {"summed": tile} if tile else {})
+        placed = site.c.place(spec, site.side)
+        assert placed is not None
+        how = placed.transposed(back)
+        stacked = len(site.layer)
+        shape = (*w.shape[:stacked], *site.stored_shape)
+        quantize = functools.partial(_round_trip, spec=how)
+        for _ in range(stacked):
+            quantize = jax.vmap(quantize)
+        made = jax.jit(quantize)(w.reshape(shape)).reshape(w.shape)
+        parts = jax.eval_shape(
+            functools.partial(quantize_by_spec, spec=how),
+            jax.ShapeDtypeStruct(site.stored_shape, w.dtype),
+        )
+        scales = parts.scale.size * dtype_bits(parts.scale.dtype)
+        bits = fmt.bits + scales / max(1, parts.qvalue.size)
+        return made, bits
+
+
+def _round_trip(x: jax.Array, spec: Spec) -> jax.Array:
+    return dequantize(quantize_by_spec(x, spec))
+
+
+def _outputs(program: Program, params: dict, arrays: list) -> list[Any]:
+    env = dict(program.constants)
+    env |= {v: params[path] for path, v in program.params.items()}
+    env |= dict(zip(program.inputs, arrays))
+    evaluate(program.eqns, env)
+    return [v.val if hasattr(v, "val") else env[v] for v in program.outputs]
+
+
+def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:
+    """{path: a choice per format} of every weight."""
+    found: dict[tuple, list[Choice]] = {}
+    for path in runner.sites:
+        for qtype in formats:
+            name, tile = qtype if isinstance(qtype, tuple) else (qtype, None)
+            w, bits = runner.rounded(path, name, tile)
+            error, grown = runner.judge({path: w})
+            choice = Choice(
+                "/".join(map(str, path)),
+                "/".join(map(str, path[:-1])),
+                as_format(name).name,
+                tile or as_format(name).tile,
+                bits,
+                w.size,
+                error,
+                grown,
+            )
+            found.setdefault(path, []).append(choice)
+    return found
+
+
+def sensitivity(
+    model: Any,
+    batches: Iterable[Any],
+    weight_qtype: Any = "int4",
+    tile_size: int | None = None,
+    *,
+    loss: Callable[[Any, Any], jax.Array] | None = None,
+    params: Any = None,
+    method: str = "__call__",
+) -> Table:
+    """How far the model's outputs move when one weight alone is rounded, for each weight.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    >>> found = sensitivity(model, [jnp.ones((4, 16))], "int4")
+    >>> found.choices[0].weight, found.choices[0].error < 0.1
+    ('kernel', True)
+
+    Args:
+        model: an NNX module, or a Linen one with its variables in `params`.
+        batches: inputs as the method takes them.
+        weight_qtype: the format, with `tile_size` elements to a scale.
+        loss: of (outputs, a batch): its growth is told beside the error.
+
+    Returns:
+        A table, the weight that hurts most first. Its rules quantize all of them.
+
+    Raises:
+        ValueError: no batches, or a model that cannot be traced in a straight line.
+    """
+    runner = _Model(model, batches, loss, params, method)
+    choices = [c for (c,) in _tried(runner, [(weight_qtype, tile_size)]).values()]
+    choices.sort(key=lambda c: -c.error)
+    total = sum(c.error for c in choices)
+    says = f"{len(choices)} weights, each alone: together {total:.3g} of the outputs"
+    return Table(tuple(choices), says)
+
+
+def bisect(
+    model: Any,
+    batches: Iterable[Any],
+    weight_qtype: Any = "int4",
+    tile_size: int | None = None,
+    *,
+    share: float = 0.5,
+    params: Any = None,
+    method: str = "__call__",
+) -> Table:
+    """The fewest weights, by sensitivity, that make up `share` of what quantizing all does.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    >>> len(bisect(model, [jnp.ones((4, 16))], "int4").choices)
+    1
+
+    Args:
+        model, batches, weight_qtype, tile_size: as for `sensitivity`.
+        share: of the outputs' error, between 0 and 1: with the weights found back in float
+            and all others quantized, no more than 1 - share of it is left.
+
+    Returns:
+        A table of those weights, whose rules leave them in float. Put them before the rules
+        that quantize the rest.
+
+    Raises:
+        ValueError: no batches, or a share that is none.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} lies between 0 and 1.")
+    runner = _Model(model, batches, None, params, method)
+    made = {p: runner.rounded(p, weight_qtype, tile_size)[0] for p in runner.sites}
+    tried = {p: c for p, (c,) in _tried(runner, [(weight_qtype, tile_size)]).items()}
+    order = sorted(tried, key=lambda p: -tried[p].error)
+    whole, _ = runner.judge(made)
+    left = lambda count: runner.judge({p: made[p] for p in order[count:]})[0]
+    low, high = (
+        0,
+        len(order),
+    )  # the error with so many in float is too large; small enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if left(middle) <= (1 - share) * whole else (middle, high)
+        )
+    chosen = tuple(
+        dataclasses.replace(tried[p], format="float", tile_size=None, bits=16.0)
+        for p in order[:high]
+    )
+    says = (
+        f"{high} of {len(order)} weights make up {100 * share:.0f}% of an error of "
+        f"{whole:.3g}"
+    )
+    return Table(chosen, says)
+
+
+def allocate(
+    model: Any,
+    batches: Iterable[Any],
+    formats: Sequence[Any] = (("int4", 64), "int8"),
+    *,
+    bits: float,
+    params: Any = None,
+    method: str = "__call__",
+) -> Table:
+    """A format for every weight, so that outputs move least for `bits` per weight.
+
+    Every weight begins in its smallest format; the step to a larger one that removes most
+    error per bit is taken until the bits are spent.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    >>> found = allocate(model, [jnp.ones((4, 16))], ["int4", "int8"], bits=11)
+    >>> found.choices[0].format
+    'int8'
+
+    Args:
+        model: an NNX module, or a Linen one with its variables in `params`.
+        batches: inputs as the method takes them.
+        formats: to choose from: names, or pairs (name, tile size).
+        bits: per weight, scales included, in the mean over all weights.
+
+    Returns:
+        A table with the choice for every weight; its rules are for a PtqProvider.
+
+    Raises:
+        ValueError: `bits` are fewer than the smallest formats take.
+    """
+    runner = _Model(model, batches, None, params, method)
+    tried = _tried(runner, formats)
+    now = {p: min(cs, key=lambda c: c.bits) for p, cs in tried.items()}
+    room = bits * sum(c.size for c in now.values())
+    spent = sum(c.bits * c.size for c in now.values())
+    if spent > room:
+        least = spent / sum(c.size for c in now.values())
+        raise ValueError(
+            f"bits={bits} are too few: the smallest of {list(formats)} take {least:.2f} a "
+            "weight, scales included. Give more bits, smaller formats, or larger tiles."
+        )
+    while True:
+        steps = [
+            ((now[p].error - c.error) / (c.bits - now[p].bits) / c.size, p, c)
+            for p, cs in tried.items()
+            for c in cs
+            if c.bits > now[p].bits
+            and c.error < now[p].error
+            and spent + (c.bits - now[p].bits) * c.size <= room
+        ]
+        if not steps:
+            break
+        _, path, choice = max(steps, key=lambda step: step[0])
+        spent += (choice.bits - now[path].bits) * choice.size
+        now[path] = choice
+    choices = tuple(sorted(now.values(), key=lambda c: -c.error))
+    total = sum(c.error for c in choices)
+    says = f"{spent / sum(c.size for c in choices):.2f} bits a weight, errors add to {total:.3g}"
+    return Table(choices, says)

@@ -1,0 +1,85 @@
+"""Which weight hurts, and which format each should have."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import midtread as mt
+from midtread.algorithms.program import trace
+
+
+class Model(nnx.Module):
+    """`rough` has one huge weight, which costs all others their resolution."""
+
+    def __init__(self):
+        self.fine = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.rough = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+        self.last = nnx.Linear(16, 4, rngs=nnx.Rngs(2))
+        kernel = self.rough.kernel
+        kernel[...] = kernel[...].at[0].set(9.0)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.rough(nnx.tanh(self.fine(x)))))
+
+
+@pytest.fixture(scope="module")
+def judged():
+    model, x = Model(), jax.random.normal(jax.random.key(0), (64, 16))
+    return model, [x]
+
+
+def test_the_weight_that_hurts_is_named(judged, tmp_path):
+    model, batches = judged
+    found = mt.sensitivity(model, batches, "int4")
+    assert found.choices[0].weight == "rough/kernel"
+    rule = mt.PtqProvider(
+        [mt.QuantizationRule(module_path="rough", weight_qtype="int4")]
+    )
+    alone = mt.quantize_model(model, rule, batches[0])
+    gap = np.asarray(alone(batches[0]) - model(batches[0]))
+    whole = np.asarray(model(batches[0]))
+    np.testing.assert_allclose(
+        found.choices[0].error, np.sum(gap**2) / np.sum(whole**2), rtol=1e-3
+    )
+    (tmp_path / "rules.yml").write_text(found.to_yaml())
+    loaded = mt.load_rules(str(tmp_path / "rules.yml"))
+    assert [r.module_path for r in loaded] == [r.module_path for r in found.rules]
+    assert "rough/kernel" in str(found)
+
+
+def test_bisect_leaves_the_culprit_in_float(judged):
+    model, batches = judged
+    found = mt.bisect(model, batches, "int4", share=0.3)
+    assert [c.weight for c in found.choices] == ["rough/kernel"]
+    rest = mt.QuantizationRule(weight_qtype="int4")
+    mended = mt.quantize_model(model, mt.PtqProvider([*found.rules, rest]), batches[0])
+    broken = mt.quantize_model(model, mt.PtqProvider([rest]), batches[0])
+    error = lambda m: float(np.sum(np.square(m(batches[0]) - model(batches[0]))))
+    assert error(mended) <= 0.71 * error(broken)
+
+
+def test_bits_go_where_they_help_most(judged):
+    model, batches = judged
+    few = mt.allocate(model, batches, ["int4", "int8"], bits=8.1)
+    assert few.bits <= 8.1
+    by_name = {c.weight: c.format for c in few.choices}
+    assert by_name["rough/kernel"] == "int8" and "int4" in by_name.values()
+    with pytest.raises(
+        ValueError, match=r"bits=3 are too few: the smallest of .* take"
+    ):
+        mt.allocate(model, batches, ["int4", "int8"], bits=3)
+    mt.quantize_model(model, mt.PtqProvider(few.rules), batches[0])
+
+
+def test_weights_inside_loops_of_unknown_length_are_refused():
+    class Looped(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(np.eye(4, dtype=np.float32))
+
+        def __call__(self, x):
+            w = self.w[...]
+            return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w + 1, x)
+
+    with pytest.raises(ValueError, match="inside of 'while'"):
+        trace(Looped(), np.ones((2, 4), np.float32))
