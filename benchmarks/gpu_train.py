@@ -6,6 +6,7 @@
 Rows, in this order; none named: all.
     bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
                                          packed, vocabulary 32,000, remat minimal
+    bf16-none int8-none delayed-none     the same, nothing computed again
     cudnn blockwise                      the same in bf16 with that attention
     codes                                int8 with remat_policy=quantized
     unscanned unscanned-int8             the same with scan_layers=false
@@ -48,6 +49,9 @@ ROWS = {
     "delayed": [*FOUR, "quantization=te_fp8_delayedscaling"],
     "fp8_full": [*FOUR, *FP8],
     "current": [*FOUR, "quantization=te_fp8_currentscaling"],
+    "bf16-none": [*FOUR, "remat_policy=none"],
+    "int8-none": [*FOUR, *INT8, "remat_policy=none"],
+    "delayed-none": [*FOUR, "quantization=te_fp8_delayedscaling", "remat_policy=none"],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
     "unscanned": [*FOUR, "scan_layers=false"],
