@@ -126,7 +126,11 @@ def test_a_ragged_kernel_says_what_it_does_not_take():
 
 # --- a few rows of each group -----------------------------------------------------------------
 
-WEIGHTS = [("int8", None), ("e4m3", None), ("int4", 32)]  # test_words.py has the others
+WEIGHTS = [
+    ("int8", None),
+    ("e4m3", None),
+    ("int4", 32),
+]  # test_triton_words.py has the others
 
 
 @pytest.mark.parametrize(("name", "tile"), WEIGHTS)

@@ -7,7 +7,7 @@ window, to itself; in a cache, from the first slot or the window's to its own. R
 two numbers a query, where a mask is as many as there are keys, so documents packed into a
 row stay apart in every implementation. `attend` has these, and takes the first that can:
 
-    decode      one query against a cache of codes      kernels/attention_gpu.py
+    decode      one query against a cache of codes      kernels/decode_attention/triton.py
     tokamax     Hopper, ranges, soft caps               the package tokamax, if installed
     cudnn       NVIDIA, bfloat16; documents as a mask   jax.nn.dot_product_attention
     plain       the formula as it stands, where its logits are one block, or where a rule
