@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import wanted
+from midtread.kernels.environment import implementation
 from midtread.kernels.hopper.decoding import as_bytes
 from midtread.kernels.weight_matmul.hopper_decode.kernel import decode_matmul
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks
@@ -46,7 +46,7 @@ def error_of_rows(got, want):
 @pytest.mark.parametrize(("name", "tile"), WEIGHTS)
 def test_as_the_library_chooses(name, tile, rows):
     x, w, want = operands(name, tile, rows)
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         assert error_of_rows(jax.jit(mt.dot)(x, w), want) < TOLERANCE
     assert error_of_rows(jax.jit(mt.dot)(x, w), want) < TOLERANCE
 
