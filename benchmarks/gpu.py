@@ -38,7 +38,8 @@ from gpu_timing import (
 from jax import lax
 
 import midtread as mt
-from midtread.kernels import choose, wanted
+from midtread.kernels import choose
+from midtread.kernels.environment import implementation
 
 # --- training ---------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ def quantize():
         for name in ("int8", "e4m3"):
             for title, (build, size) in QUANTIZE.items():
                 took, *_ = measure(build(name), x)
-                with wanted.implementation("xla"):
+                with implementation("xla"):
                     plain, *_ = measure(build(name), x)
                 rate = size * x.size / took / 1e12
                 lines.append(

@@ -16,8 +16,8 @@ from gpu_timing import BANDWIDTH, HEADS, KEY, KV_HEADS, D, attempt, measure
 from jax import lax
 
 import midtread as mt
-from midtread.kernels import wanted
 from midtread.kernels.decode_attention import triton as attention_triton
+from midtread.kernels.environment import implementation
 
 EXPERTS, WIDTH = 8, 7168
 BATCH, CONTEXT = 8, 32768
@@ -115,7 +115,7 @@ def experts():
         tiles = {1: tile} if tile else {}
         q = mt.quantize(w, qtype, channelwise_axes=[0, 2], tiled_axes=tiles)
         cases[name] = _time(mt.ragged_dot, x, q, sizes, calls=20)
-        with wanted.implementation("gpu"):
+        with implementation("gpu"):
             kernel = lambda x, q, sizes: mt.ragged_dot(x, q, sizes)
             cases[f"{name}, our kernel"] = _time(kernel, x, q, sizes, calls=20)
     size = lambda name: w.size * bits.get(name.split(",")[0], 16) / 8

@@ -9,8 +9,8 @@ import pathlib
 import jax.numpy as jnp
 
 from midtread.kernels import triton_words
-from midtread.kernels.scaled_matmul import adapter as scaled_adapter
-from midtread.kernels.weight_matmul import few_rows
+from midtread.kernels.scaled_matmul import FLOAT8
+from midtread.kernels.weight_matmul import FORMATS as STORED
 from midtread.lm.cache import FORMATS as CACHE_FORMATS
 from midtread.numerics.formats import FORMATS, Format, dtype_bits
 
@@ -32,7 +32,7 @@ one token at a time.
 
 
 def _weight_only(fmt: Format) -> str:
-    if fmt.name in few_rows.WEIGHTS:
+    if fmt.name in STORED:
         return "kernel"
     return "decoded to the activations' type"
 
@@ -45,12 +45,8 @@ def _both(fmt: Format, hopper: bool) -> str:
     if fmt.table is not None:
         return "decoded first"
     name = fmt.dtype.name
-    if (
-        hopper
-        and (name == "int8" or name in scaled_adapter.FLOAT8)
-        and fmt.tile is None
-    ):
-        blocks = "; 128-tiles too" if name in scaled_adapter.FLOAT8 else ""
+    if hopper and (name == "int8" or name in FLOAT8) and fmt.tile is None:
+        blocks = "; 128-tiles too" if name in FLOAT8 else ""
         return f"kernel{blocks}"
     if name == "int16":
         return "wider: float32"

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose, choose_weights, wanted
+from midtread.kernels import choose
+from midtread.kernels.environment import implementation
+from midtread.kernels.weight_matmul import few_codes
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +43,7 @@ def dot(x, w):
 def run_as(name, fn, *args):
     """Without XLA's search for the fastest matmul, for nothing is timed here; but without it
     XLA's own int8 x int8 gives twice the sum (jax 0.11.2, H200)."""
-    with wanted.implementation(name):
+    with implementation(name):
         lowered = jax.jit(fn).lower(*args)
     has_int8 = "xi8>" in lowered.as_text()
     options = {} if has_int8 else {"xla_gpu_autotune_level": 0}
@@ -61,7 +63,7 @@ def by_xla(fn, *args):
 def test_rows_of_tiles_have_the_same_values(rows):
     """Said in another way for XLA's sake: what is multiplied must not change."""
     spec = mt.Spec("int8", channelwise_axes=(0,), tiled_axes={1: 128})
-    values = lambda x: choose_weights._values(choose.quantize(x, spec, summed=(1,))[0])
+    values = lambda x: few_codes._values(choose.quantize(x, spec, summed=(1,))[0])
     x = random(rows, rows, 4096).at[0, :128].set(0).at[-1, 200].set(jnp.nan)
     run = lambda x: values(jax.nn.relu(x))
     ours = jax.jit(run)(x)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import midtread as mt
-from midtread.kernels import choose_weights, cpu, decoding
+from midtread.kernels import choose, cpu, decoding
 from midtread.numerics.formats import as_format
 
 FORMATS = ["int8", "int5", "int4", "int3", "uint8", "uint4", "nf4"]
@@ -25,14 +25,14 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def taken(monkeypatch):
     """Outcomes of the choice: True where the lowering was taken."""
-    outcomes, original = [], choose_weights.weight_only
+    outcomes, original = [], choose.weight
 
     def spy(*args):
         out = original(*args)
         outcomes.append(out is not None)
         return out
 
-    monkeypatch.setattr(choose_weights, "weight_only", spy)
+    monkeypatch.setattr(choose, "weight", spy)
     return outcomes
 
 

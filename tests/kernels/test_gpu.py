@@ -12,20 +12,32 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose, choose_weights, wanted, xla
+from midtread.kernels import choose
+from midtread.kernels.candidates import first
+from midtread.kernels.environment import here, implementation, pretended
 from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
 from midtread.kernels.quantize import triton as quantize_triton
+from midtread.kernels.quantize.operand import Operand
 from midtread.kernels.scaled_matmul import adapter as scaled_adapter
 from midtread.kernels.scaled_matmul import hopper as scaled_hopper
 from midtread.kernels.scaled_matmul import hopper_tiled
 from midtread.kernels.scaled_matmul import tuned as scaled_tuned
-from midtread.kernels.weight_matmul import few_rows, triton_tuned
+from midtread.kernels.weight_matmul import few_codes, few_rows, triton_tuned
 from midtread.kernels.weight_matmul import triton as weight_triton
 from midtread.kernels.weight_matmul.hopper_decode import kernel as decode_kernel
 from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
 from midtread.numerics.formats import as_format
 from midtread.ops.recipe import Fwd, Recipe
+from tests.kernels.plans import (
+    H200,
+    INTERPRETED,
+    by_weight,
+    coded,
+    floats,
+    matmul,
+    reason,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 needs_interpreter = pytest.mark.skipif(
@@ -54,7 +66,7 @@ def uses_kernel(fn, *args):
 
 def interpreted(fn, *args):
     """`fn` by kernels, in the interpreter."""
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         assert uses_kernel(fn, *args)
         return jax.jit(fn)(*args)
 
@@ -94,9 +106,8 @@ def test_streamed_weights(name, tile, blocks, monkeypatch):
     tiles = {0: tile} if tile else {}
     w = mt.quantize(random(1, 256, 256), name, channelwise_axes=[1], tiled_axes=tiles)
     x = random(2, 9, 256)
-    scales = (w.scale, None) if tile else (None, w.scale[0])
-    how = (w.format, 0, jnp.bfloat16, True, True)
-    out = few_rows.weight(x, w.qvalue, *scales, *how)
+    a = by_weight(x, w)
+    out = few_rows.plan_hopper(a, INTERPRETED).run(a)
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert out.dtype == jnp.bfloat16
     assert error(out, exact) < 4e-3  # of bfloat16, and nf4's table is rounded
@@ -120,19 +131,24 @@ def test_streamed_blocks_fit():
 
 
 def test_what_is_not_streamed():
-    why = functools.partial(few_rows.why_not_stream, as_format("int4"))
-    assert why((256, 256), 4, (1, 1), jnp.bfloat16) is None
-    assert "not bfloat16" in why((256, 256), 4, (1, 1), jnp.float16)
-    for shape, groups in [((256, 192), 1), ((160, 256), 1), ((256, 256), 16)]:
-        assert "do not divide" in why(shape, 4, (groups, shape[1]), jnp.bfloat16)
+    def why(shape, tile=None, dtype=jnp.bfloat16):
+        w = coded("int4", shape, (1,), {0: tile} if tile else {})
+        a = by_weight(floats(4, shape[0], dtype=dtype), w)
+        return reason(few_rows.plan_hopper(a, H200))
+
+    assert why((256, 256)) is None
+    assert "not bfloat16" in why((256, 256), dtype=jnp.float16)
+    for shape, tile in [((256, 192), None), ((160, 256), None), ((256, 256), 16)]:
+        assert "do not divide" in why(shape, tile)
 
 
 def test_a_shard_too_narrow_to_stream():
     """A device's part of a weight that is streamed as a whole: the same numbers by XLA."""
     w = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[1])
     x = random(2, 4, 256)
-    call = few_rows._stream_call(w.format, False, True, jnp.float32, False)
-    out = call(x, w.qvalue, w.scale[0])
+    whole = coded("int8", (256, 256), (1,))
+    plan = few_rows.plan_hopper(by_weight(x, whole, dtype=jnp.float32), H200)
+    out = plan.run(by_weight(x, w))
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(out, exact) < 1e-5
 
@@ -171,7 +187,7 @@ def test_few_rows_in_float32_are_not_rounded(act, how, tile):
     x = mt.quantize(x, act, channelwise_axes=[0], tiled_axes=tiles(1), **how)
     w = mt.quantize(w, "int8", channelwise_axes=[1], tiled_axes=tiles(0))
     exact = wide(mt.dequantize(x)) @ wide(mt.dequantize(w))
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         assert error(mt.dot(x, w), exact) < 1e-6
 
 
@@ -211,10 +227,9 @@ def test_inside_shard_map():
     assert error(interpreted(run, x, w), mt.dot(x, w)) < 4e-3
 
 
-def test_shard_map_with_its_checks_takes_kernels(monkeypatch):
+@pretended("h200")
+def test_shard_map_with_its_checks_takes_kernels():
     """The interpreter does not know which axes vary, so this is traced and no more."""
-    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
-    monkeypatch.setattr(xla, "platform", lambda: "gpu")
     spec = jax.sharding.PartitionSpec
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     run = over_four(mt.dot, spec("x"), spec())
@@ -255,6 +270,12 @@ def test_rows_have_the_same_codes(name):
 TILES = mt.Spec("int8", channelwise_axes=(0,), tiled_axes={1: 64})
 
 
+def is_read_once(x, spec=TILES, summed=(1,)):
+    operand = Operand(x, spec, summed=summed)
+    choice = first("quantize", choose.QUANTIZE[1:], operand, here())
+    return choice.name == "xla_one_read"
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_rows_of_tiles_have_the_same_codes(rows, dtype):
@@ -262,10 +283,10 @@ def test_rows_of_tiles_have_the_same_codes(rows, dtype):
     if dtype == jnp.float32:  # of which XLA on a CPU may overlook a NaN
         x = jnp.where(jnp.isnan(x), 1, x)
     run = functools.partial(choose.quantize, spec=TILES, summed=(1,))
-    with wanted.implementation("interpret"):
-        assert choose._is_rows_of_tiles(x, TILES, (1,))
+    with implementation("interpret"):
+        assert is_read_once(x)
         got, _ = jax.jit(run)(x)
-        values = jax.jit(choose_weights._values)(got)
+        values = jax.jit(few_codes._values)(got)
         mapped = jax.jit(jax.vmap(lambda x: run(x)[0]))(x[:, None])
     want = mt.quantize(x, "int8", channelwise_axes=[0], tiled_axes={1: 64})
     assert (got.qtype, got.logical, got.dtype) == (want.qtype, None, want.dtype)
@@ -277,8 +298,8 @@ def test_rows_of_tiles_have_the_same_codes(rows, dtype):
 def test_rows_of_tiles_are_integers_and_few():
     x = random(1, 16, 192)
     change = functools.partial(dataclasses.replace, TILES)
-    with wanted.implementation("interpret"):
-        ours = functools.partial(choose._is_rows_of_tiles, spec=TILES, summed=(1,))
+    with implementation("interpret"):
+        ours = is_read_once
         assert ours(x) and ours(x[:3])
         for rows in (
             x[:12],
@@ -304,7 +325,7 @@ def test_few_rows_of_integers_are_quantized_by_xla():
     for name, rows, is_ours in (("int8", 64, False), ("e4m3", 64, True), ("int8", 128, True)):  # fmt: skip
         spec = mt.Spec(name, channelwise_axes=(0,))
         run = functools.partial(choose.quantize, spec=spec, summed=(1,))
-        with wanted.implementation("interpret"):
+        with implementation("interpret"):
             assert uses_kernel(run, random(1, rows, 128)) == is_ours
 
 
@@ -386,7 +407,7 @@ def test_who_does_not_share_a_read():
     column = mt.Spec("e4m3", channelwise_axes=(1,), tiled_axes={0: 128})
     noisy = mt.Spec("e4m3", rounding="stochastic")
     twice = lambda *specs, x=x: choose.quantize_twice(x, specs, ((1,), (0,)))
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         assert twice(row, column) is not None
         assert twice(noisy, noisy) is None  # each has its own noise
         assert twice(row, mt.Spec("e4m3", channelwise_axes=(1,))) is None
@@ -474,7 +495,7 @@ def test_a_training_step_reads_each_operand_once(name):
     )
     for ours, theirs in zip(got, want):
         assert error(ours, theirs) < 1e-2
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         text = str(jax.make_jaxpr(step)(*args))
     assert text.count("] = pallas_call[") == 3  # x, w and g
 
@@ -485,30 +506,30 @@ def test_a_training_step_reads_each_operand_once(name):
 def test_an_explicit_wish_is_met_or_refused():
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     with (
-        wanted.implementation("gpu"),
+        implementation("gpu"),
         pytest.raises(ValueError, match="not an NVIDIA GPU"),
     ):
         mt.dot(random(2, 4, 256), w)
     with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
-        wanted.implementation("cuda").__enter__()
+        implementation("cuda").__enter__()
 
 
 def test_a_trace_is_not_shared_between_implementations():
     w = mt.quantize(random(1, 256, 64), "int8", channelwise_axes=[1])
     x, run = random(2, 4, 256), jax.jit(mt.dot)
     run(x, w)
-    with wanted.implementation("interpret"):
+    with implementation("interpret"):
         assert "pallas" in run.lower(x, w).as_text(debug_info=True)
 
 
 def test_a_kernel_says_what_it_does_not_take():
     x, w = (mt.quantize(random(i, 64, 64), "int8") for i in range(2))
-    labels = ("m", "k"), ("k", "n"), ("m", "n")
-    assert "smaller than a block" in scaled_adapter.why_not_scaled(labels, x, w)
+    why = lambda *args: reason(scaled_adapter.plan(matmul(*args), H200))
+    assert "smaller than a block" in why(x, w)
     batch = ("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")
-    assert "batch axes" in scaled_adapter.why_not_scaled(batch, x, w)
+    assert "batch axes" in why(x, w, batch)
     mixed = mt.quantize(random(2, 64, 64), "e4m3")
-    assert "int8 by float8_e4m3fn" in scaled_adapter.why_not_scaled(labels, x, mixed)
+    assert "int8 by float8_e4m3fn" in why(x, mixed)
 
 
 # --- lowering ---------------------------------------------------------------------------------
@@ -603,27 +624,22 @@ def test_what_clusters_receive_has_room(rows, columns):
     lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)
 
 
-def test_a_streamed_matmul_leaves_nothing_to_others(monkeypatch):
+def test_a_streamed_matmul_leaves_nothing_to_others():
     """Columns are scaled and the result cast in the kernel, not by XLA after it."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    how = (as_format("int8"), 0, jnp.bfloat16, False, True)
-    run = lambda x, w, s: few_rows.weight(x, w, None, s, *how)
-    args = SHAPE((8, 512), jnp.bfloat16), SHAPE((512, 512), jnp.int8)
-    with pretend_gpu():
-        traced = jax.jit(run).trace(*args, SHAPE((512,), jnp.float32))
+    w = coded("int8", (512, 512), (1,)).replace(scale=SHAPE((1, 512), jnp.float32))
+    with pretended("h200"), pretend_gpu():
+        run = functools.partial(mt.dot, preferred_element_type=jnp.bfloat16)
+        traced = jax.jit(run).trace(SHAPE((8, 512), jnp.bfloat16), w)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "8x512xbf16" in text
     assert "stablehlo.multiply" not in text and "8x512xf32" not in text
 
 
-def test_odd_sizes_lower_for_cuda(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+@pretended("h200")
+def test_odd_sizes_lower_for_cuda():
     x = mt.quantize(random(1, 200, 272), "int8", channelwise_axes=[0])
     w = mt.quantize(random(2, 272, 328), "int8", channelwise_axes=[1])
-    labels = ("m", "k"), ("k", "n"), ("m", "n")
-    run = lambda x, w: scaled_adapter.scaled(
-        labels, x, w, jnp.bfloat16, interpret=False
-    )
+    run = lambda x, w: scaled_adapter.Rows(False).run(matmul(x, w))
     with pretend_gpu():
         jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",))
 

@@ -9,18 +9,35 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose, triton_words, wanted, xla
+from midtread.kernels import choose, triton_words
+from midtread.kernels.decode_attention import Cached
 from midtread.kernels.decode_attention import triton as attention_triton
+from midtread.kernels.environment import here, implementation, pretended
 from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.scaled_matmul import grouped_adapter, hopper_grouped
 from midtread.kernels.scaled_matmul import tuned as scaled_tuned
 from midtread.kernels.scaled_matmul.hopper import ScaledBlocks
-from midtread.kernels.weight_matmul import few_groups, triton_grouped, triton_tuned
+from midtread.kernels.weight_matmul import (
+    few_codes,
+    few_groups,
+    triton_grouped,
+    triton_tuned,
+)
 from midtread.kernels.weight_matmul.hopper_decode import grouped as decode_grouped
 from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
 from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice, Walk
 from midtread.kernels.weight_matmul.hopper_decode.kernel import DecodeBlocks
 from midtread.numerics.formats import as_format
+from tests.kernels.plans import (
+    ADA,
+    GROUPED,
+    H200,
+    INTERPRETED,
+    coded,
+    floats,
+    matmul,
+    reason,
+)
 from tests.kernels.test_gpu import (
     SHAPE,
     error,
@@ -108,19 +125,20 @@ def test_row_blocks_cover_every_row_once(sizes):
 def test_a_ragged_kernel_says_what_it_does_not_take():
     x = mt.quantize(random(1, 256, 128), "int8", channelwise_axes=[0])
     w = mt.quantize(random(2, 2, 128, 128), "int8")
-    groups = grouped_adapter.Groups("r", "g", jnp.array([1, 2]))
-    why = functools.partial(grouped_adapter.why_not_grouped, groups=groups, lhs=x)
-    labels = ("r", "k"), ("g", "k", "n"), ("r", "n")
-    assert why(labels, rhs=w) is None
-    assert "axes besides" in why((("r", "k"), ("g", "k", "n"), ("n", "r")), rhs=w)
-    assert "int8 by float8" in why(labels, rhs=mt.quantize(random(2, 2, 128, 128), "e4m3"))  # fmt: skip
+
+    def why(rhs, labels=GROUPED, num_groups=2):
+        a = matmul(x, rhs, labels, sizes=jnp.zeros(num_groups, jnp.int32))
+        return reason(grouped_adapter.plan(a, H200))
+
+    assert why(w) is None
+    assert "axes besides" in why(w, (("r", "k"), ("g", "k", "n"), ("n", "r")))
+    assert "int8 by float8" in why(mt.quantize(random(2, 2, 128, 128), "e4m3"))
     small = mt.quantize(random(2, 2, 128, 64), "int8")
-    assert "smaller than a block" in why(labels, rhs=small)
-    many = groups._replace(sizes=jnp.zeros(8, jnp.int32))
-    assert "not one per group" in why(labels, groups=many, rhs=w)
+    assert "smaller than a block" in why(small)
+    assert "not one per group" in why(w, num_groups=8)
     eight = mt.quantize(random(2, 8, 128, 128), "int8")
-    assert "32 rows a group" in why(labels, groups=many, rhs=eight)
-    with wanted.implementation("gpu"), pytest.raises(ValueError, match="not an NVIDIA"):
+    assert "32 rows a group" in why(eight, num_groups=8)
+    with implementation("gpu"), pytest.raises(ValueError, match="not an NVIDIA"):
         mt.ragged_dot(x, w, jnp.array([100, 156]))
 
 
@@ -151,17 +169,17 @@ def test_few_rows_of_codes_and_gradient():
     want = ragged(mt.dequantize(codes, jnp.float32), matrix, [9, 11])
     assert error(interpreted(mt.ragged_dot, codes, w, sizes), want) < 4e-3
     tiled = mt.quantize(random(1, 2, 128, 64), "int4", channelwise_axes=[0, 2], tiled_axes={1: 32})  # fmt: skip
-    few = functools.partial(choose._few_grouped, GROUPED, ("r", "g", sizes), codes)
-    with wanted.implementation("interpret"):
-        assert few(tiled, jnp.bfloat16) is not None and few(w, jnp.float32) is not None
-        assert few(tiled, jnp.float32) is None  # its values would be rounded
+    few = lambda w, dtype: few_codes.plan(
+        matmul(codes, w, GROUPED, dtype, sizes), INTERPRETED
+    )
+    assert not reason(few(tiled, jnp.bfloat16)) and not reason(few(w, jnp.float32))
+    assert "would be rounded" in reason(few(tiled, jnp.float32))
     c = random(3, 20, 64)
     loss = lambda x: jnp.sum(c * mt.ragged_dot(x, w, sizes))
     want = ragged(c, matrix.swapaxes(1, 2), [9, 11])
     assert error(interpreted(jax.grad(loss), x), want) < 1e-2
 
 
-GROUPED = ("r", "k"), ("g", "k", "n"), ("r", "n")
 STREAMED = [  # several rings, a sum that programs share; scales of columns, of tiles
     ("int8", None, Choice(8, 1, DecodeBlocks(32, 2, wide=2))),
     ("int4", 32, Choice(8, 1, DecodeBlocks(32, 2, wide=4, deep=4))),
@@ -178,8 +196,11 @@ def test_streamed_groups(name, tile, choice, monkeypatch):
     tiles = {1: tile} if tile else {}
     w = mt.quantize(random(1, 3, 128, 256), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
     x, sizes = random(2, 20, 128), [11, 0, 6]
-    groups = grouped_adapter.Groups("r", "g", jnp.array(sizes))
-    run = lambda x, w: few_groups.weight(GROUPED, groups, x, w, True, hopper=True)
+
+    def run(x, w):
+        a = matmul(x, w, GROUPED, sizes=jnp.array(sizes))
+        return few_groups.plan_hopper(a, INTERPRETED).run(a)
+
     got = jax.jit(run)(x, w)
     assert error(got, ragged(x, mt.dequantize(w, jnp.float32), sizes)) < 4e-3
     assert np.all(wide(got)[17:] == 0)
@@ -189,7 +210,9 @@ def test_a_shard_too_narrow_to_stream_in_groups():
     """A device's part of weights: the same numbers by XLA, and their gradient."""
     w = mt.quantize(random(1, 2, 128, 128), "int4", channelwise_axes=[0, 2])
     x, c, sizes = random(2, 3, 20, 128), random(3, 20, 128), jnp.array([9, 11])
-    call = few_groups._stream_call(w.format, False)
+    whole = coded("int4", (2, 128, 256), (0, 2))
+    plan = few_groups.plan_hopper(matmul(x[0], whole, GROUPED, sizes=sizes), H200)
+    call = few_groups._hopper_call(plan)
     run = lambda x: call(x, w.qvalue, w.scale, sizes)
     matrix = mt.dequantize(w, jnp.float32)
     want = np.stack([ragged(rows, matrix, [9, 11]) for rows in x])
@@ -214,15 +237,25 @@ def test_streamed_blocks_cover_the_rows_of_groups_once(sizes):
 
 
 def test_what_is_not_streamed_in_groups():
-    why = functools.partial(few_groups.why_not_stream, as_format("int4"), 20)
-    assert why((2, 256, 256), 1, jnp.bfloat16) is None
-    assert "not bfloat16" in why((2, 256, 256), 1, jnp.float16)
-    for shape, tiles in [((2, 256, 192), 1), ((2, 160, 256), 1), ((2, 256, 256), 16)]:
-        assert "do not divide" in why(shape, tiles, jnp.bfloat16)
-    groups, x = grouped_adapter.Groups("r", "g", jnp.array([1, 2])), random(1, 4, 128)
+    sizes = jnp.array([1, 2])
+
+    def why(shape, tile=None, dtype=jnp.bfloat16):
+        w = coded("int4", shape, (0, 2), {1: tile} if tile else {})
+        a = matmul(floats(20, shape[1], dtype=dtype), w, GROUPED, sizes=sizes)
+        return reason(few_groups.plan_hopper(a, H200))
+
+    assert why((2, 256, 256)) is None
+    assert "not bfloat16" in why((2, 256, 256), dtype=jnp.float16)
+    for shape, tile in [
+        ((2, 256, 192), None),
+        ((2, 160, 256), None),
+        ((2, 256, 256), 16),
+    ]:
+        assert "do not divide" in why(shape, tile)
     w = mt.quantize(random(2, 2, 128, 256), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 64})  # fmt: skip
-    why = functools.partial(few_groups.why_not_weight, GROUPED, groups, x, w)
-    assert why(hopper=True) is None and "Hopper alone" in why(hopper=False)
+    a = matmul(floats(4, 128), w, GROUPED, sizes=sizes)
+    assert reason(few_groups.plan_hopper(a, H200)) is None
+    assert "Hopper alone" in reason(few_groups.plan_triton(a, ADA))
 
 
 def test_streamed_groups_fit():
@@ -292,7 +325,7 @@ def test_attention_over_a_cache(name, axes):
 
 def test_attention_is_refused_by_name():
     q = random(3, 2, 1, 4, 32)
-    why = attention_triton.why_not
+    why = lambda q, k, v: reason(attention_triton.plan(Cached(q, k, v, q), here()))
     k = cached(1, "int8", (0, 1, 2), 2, 16, 2, 32)
     assert why(q, k, k) is None
     assert "2 tokens at once" in why(random(3, 2, 2, 4, 32), k, k)
@@ -372,10 +405,9 @@ def test_columns_of_experts_are_split_over_devices():
     assert out.sharding.spec[1] == "x"
 
 
-def test_inside_shard_map_with_its_checks(monkeypatch):
+@pretended("h200")
+def test_inside_shard_map_with_its_checks():
     """Traced and no more: the interpreter does not know which axes vary."""
-    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
-    monkeypatch.setattr(xla, "platform", lambda: "gpu")
     spec = jax.sharding.PartitionSpec
     ops, sizes = mt.learn(mt.recipe("qwix_fp8_full")), jnp.full((4, 2), 128)
     loss = lambda x, w, s: jnp.sum(ops.ragged_dot(x, w, s[0]))

@@ -9,13 +9,24 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import wanted, xla
+from midtread.kernels.environment import implementation, pretended
 from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.kernels.scaled_matmul import adapter as scaled_adapter
 from midtread.kernels.weight_matmul import many_rows
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
 from midtread.kernels.weight_matmul.hopper_prefill import tuned as prefill_tuned
 from midtread.kernels.weight_matmul.hopper_prefill.pipeline import PrefillBlocks
 from midtread.numerics.formats import as_format
+from tests.kernels.plans import (
+    DOT,
+    H200,
+    INTERPRETED,
+    by_weight,
+    coded,
+    floats,
+    matmul,
+    reason,
+)
 
 needs_interpreter = pytest.mark.skipif(
     InterpretGPUParams is None, reason="Mosaic GPU is interpreted from jax 0.12 on"
@@ -51,8 +62,8 @@ def test_values(name, tile, columns, programs, blocks, monkeypatch):
     monkeypatch.setattr(prefill_tuned, "prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: programs)
     w, x = weight(name, tile, (256, columns)), random(2, 66, 256)
-    scale = w.scale if tile else w.scale.astype(jnp.float32)
-    run = many_rows.weight(x, w.qvalue, scale, w.format, jnp.float32, True)
+    a = by_weight(x, w, dtype=jnp.float32)
+    run = many_rows.plan(a, INTERPRETED).run(a)
     values = mt.dequantize(w, jnp.bfloat16 if tile else jnp.float32)
     exact = jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32))
     # as if decoded first; a table's entries are rounded on their own
@@ -68,8 +79,8 @@ def test_codes(name, monkeypatch):
     monkeypatch.setattr(prefill_pipeline, "num_cores", lambda: 2)
     x = mt.quantize(random(1, 66, 512), name, channelwise_axes=[0])
     w = weight(name, None, (512, 128))
-    scales = [q.scale.astype(jnp.float32).reshape(-1) for q in (x, w)]
-    run = many_rows.codes(x.qvalue, w.qvalue, *scales, jnp.float32, True)
+    a = matmul(x, w, dtype=jnp.float32, stored=("rhs",))
+    run = scaled_adapter.plan_columns(a, INTERPRETED).run(a)
     exact = jnp.dot(mt.dequantize(x, jnp.float32), mt.dequantize(w, jnp.float32))
     assert error(run, exact) < 1e-6
 
@@ -109,30 +120,32 @@ def test_blocks_fit(name, tile, rows_in):
 
 
 def test_what_it_does_not_take():
-    scale = jnp.ones((1, 256))
     bf16 = jnp.bfloat16
 
-    def why(name="int4", shape=(256, 256), summed=0, scale=scale, dtypes=(bf16, bf16)):
-        how = (as_format(name), shape, summed, 100, scale, dtypes)
-        return many_rows.why_not(*how)
+    def why(name="int4", shape=(256, 256), tile=None, turned=False, dtypes=(bf16, bf16), scale=bf16):  # fmt: skip
+        tiles = {turned: tile} if tile else {}
+        w = coded(name, shape, (1 - turned,), tiles)
+        w = w.replace(scale=SHAPE(w.scale.shape, scale))
+        labels = (("m", "k"), ("n", "k"), ("m", "n")) if turned else DOT
+        x = floats(100, shape[int(turned)], dtype=dtypes[0])
+        return reason(many_rows.plan(by_weight(x, w, labels, dtypes[1]), H200))
 
     assert why() is None
     assert "int2 has no kernel" in why("int2")
     assert "not bfloat16" in why(dtypes=(jnp.float16, bf16))
     assert "the result is float16" in why(dtypes=(bf16, jnp.float16))
-    assert "innermost" in why(summed=1)
-    assert "scales of groups are float32" in why(scale=jnp.ones((2, 256)))
+    assert "innermost" in why(turned=True)
+    assert "scales of groups are float32" in why(tile=128, scale=jnp.float32)
     assert "do not divide" in why(shape=(256, 192))
     assert "do not divide" in why(shape=(192, 256))
-    assert "do not divide" in why(scale=jnp.ones((16, 256), bf16))
+    assert "do not divide" in why(tile=16)
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper():
     """As if traced for a Hopper GPU, one of them."""
-    monkeypatch.setattr(wanted, "why_no_gpu", lambda hopper: None)
-    monkeypatch.setattr(xla, "platform", lambda: "gpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pretended("h200"):
+        yield
 
 
 LOWERED = [
@@ -146,7 +159,7 @@ LOWERED = [
 @pytest.mark.parametrize(("name", "tile", "rows"), LOWERED)
 def test_chosen_and_lowered_for_cuda(name, tile, rows, hopper):
     w = weight(name, tile, (1152, 768))
-    with pretend_gpu(), wanted.implementation("gpu"):
+    with pretend_gpu(), implementation("gpu"):
         run = jax.jit(mt.dot).trace(SHAPE((rows, 1152), jnp.bfloat16), w)
         text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
@@ -160,7 +173,7 @@ def test_a_stored_weight_is_not_turned_beside_its_matmul(name, hopper):
         mt.quantize(random(1, *shape), name, channelwise_axes=[axis])
         for shape, axis in (((100, 512), 0), ((512, 256), 1))
     )
-    with pretend_gpu(), wanted.implementation("gpu"):
+    with pretend_gpu(), implementation("gpu"):
         run = jax.jit(mt.dot).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in run
     assert "tensor<256x512x" not in run
@@ -169,7 +182,8 @@ def test_a_stored_weight_is_not_turned_beside_its_matmul(name, hopper):
 def test_what_was_written_for_a_matmul_is_not_turned(hopper, monkeypatch):
     """A stored weight goes by its columns; one that training quantizes lies as it should."""
     seen = []
-    monkeypatch.setattr(many_rows, "codes", lambda *given: seen.append(given[1].shape))
+    spy = lambda plan, a: seen.append(a.rhs.shape) or jnp.zeros((128, 256), a.dtype)
+    monkeypatch.setattr(scaled_adapter.Columns, "run", spy)
     x, w = random(1, 128, 512), random(2, 512, 256)
     stored = weight("int8", None, w.shape)
     ops = mt.learn(mt.recipe("qwix_int8"))
@@ -183,7 +197,7 @@ def test_what_was_written_for_a_matmul_is_not_turned(hopper, monkeypatch):
 def test_asked_for_in_vain(hopper):
     w = mt.quantize(random(1, 256, 192), "int8", channelwise_axes=[1])
     with (
-        wanted.implementation("gpu"),
+        implementation("gpu"),
         pytest.raises(ValueError, match="do not divide into blocks"),
     ):
         jax.eval_shape(mt.dot, random(2, 100, 256), w)
@@ -196,8 +210,10 @@ def test_grad_and_vmap(name, tile):
     """By a kernel's stand-in: a device's part of a weight may be too narrow for it."""
     w, x, c = weight(name, tile, (256, 64)), random(2, 2, 70, 256), random(3, 2, 70, 64)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
-    how = (w.format, jnp.bfloat16, False)
-    run = lambda x, s: jax.vmap(lambda x: many_rows.weight(x, w.qvalue, s, *how))(x)
+    whole = by_weight(x[0], weight(name, tile, (256, 128)))
+    plan = many_rows.plan(whole, H200)
+    narrow = lambda x, s: plan.run(by_weight(x, w.replace(scale=s)))
+    run = lambda x, s: jax.vmap(lambda x: narrow(x, s))(x)
     loss = lambda x, s: jnp.sum((c * run(x, s)).astype(jnp.float32))
     plain = lambda x, s: jnp.sum(
         (c * mt.dot(x, w.replace(scale=s.astype(w.scale.dtype)))).astype(jnp.float32)
@@ -211,7 +227,7 @@ def test_inside_shard_map(hopper):
     spec = jax.sharding.PartitionSpec
     how = {"mesh": mesh, "in_specs": (spec("x"), spec()), "out_specs": spec("x")}
     run = functools.partial(jax.shard_map, **how)
-    with wanted.implementation("gpu"):
+    with implementation("gpu"):
         text = str(
             jax.make_jaxpr(run(mt.dot))(random(2, 400, 256), weight("int8", None))
         )

@@ -18,7 +18,7 @@ import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
 from midtread.kernels.decode_attention import triton as attention
-from midtread.kernels.wanted import implementation
+from midtread.kernels.environment import implementation
 from midtread.lm import build, cache, calibrate, convert, data, model, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.decode import Sampling, choose

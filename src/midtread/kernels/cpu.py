@@ -27,12 +27,16 @@ R, C are the stored axes, whichever they mean; P planes of codes share a byte.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels import decoding
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.environment import Env
+from midtread.kernels.layout import WeightMatmul, is_static, rows, stored
 from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
@@ -46,31 +50,34 @@ INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # whose values int8 holds
 
 def is_local(*arrays: jax.Array) -> bool:
     """Not laid out over a mesh: slices of a sharded weight would be gathered. And of
-    extents that are known: in jax.export some may be symbols."""
-    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+    extents that are known."""
+    if not is_static(*arrays):
         return False
     return all(jax.typeof(x).sharding.mesh.empty for x in arrays)
 
 
-def stored(shape, summed: tuple[int, ...]) -> tuple[tuple[int, int], int] | None:
-    """((R, C), the summed one) of a weight seen as a matrix; None if axes interleave.
+class Blocks(NamedTuple):
+    """A stored weight decoded in blocks."""
 
-    >>> stored((32, 4, 8), (0,)), stored((4, 8, 32), (2,)), stored((4, 32, 8), (1,))
-    (((32, 32), 0), ((32, 32), 1), None)
-    """
-    ndim, num = len(shape), len(summed)
-    if set(summed) == set(range(num)):
-        return (math.prod(shape[:num]), math.prod(shape[num:])), 0
-    if set(summed) == set(range(ndim - num, ndim)):
-        return (math.prod(shape[:-num]), math.prod(shape[-num:])), 1
-    return None
+    fmt: Format
+
+    def run(self, a: WeightMatmul) -> jax.Array:
+        x_MK, codes, inner, last = a.arrays()
+        inner = None if inner is None else inner.astype(jnp.float32)
+        how = {"summed": a.weight.summed, "precision": a.matmul.precision}
+        out = dot(x_MK, codes, inner, fmt=self.fmt, **how)
+        out = out if last is None else out * last.astype(jnp.float32)
+        return a.result(out.astype(a.matmul.dtype))
 
 
-def rows(x: jax.Array, summed: tuple[int, ...]) -> jax.Array:
-    """x as [M, K], K in the order of `summed`."""
-    kept = [a for a in range(x.ndim) if a not in summed]
-    num = math.prod(x.shape[a] for a in kept)
-    return x.transpose(*kept, *summed).reshape(num, -1)
+def plan(a: WeightMatmul, env: Env) -> Blocks | Refusal:
+    (x, w), found = a.sides, a.weight
+    if not is_local(x, w.qvalue, w.scale):
+        return Refusal("its operands are laid out over a mesh")
+    if not supports(w.format, found.shape, found.num_rows, found.counts):
+        what = f"{found.num_rows} rows by {w.format.name} {found.shape}"
+        return Refusal(f"{what} gain nothing by it")
+    return Blocks(w.format)
 
 
 def supports(

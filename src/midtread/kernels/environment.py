@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType
 
+from midtread.numerics import platforms
+
 IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
 
@@ -66,6 +68,11 @@ class Env:
     @property
     def platform(self) -> str:
         return self.device.platform
+
+    @property
+    def is_alone(self) -> bool:
+        """One device, or inside shard_map, or interpreted: what is seen here is all."""
+        return not self.is_split or self.is_interpreted
 
     @property
     def is_interpreted(self) -> bool:
@@ -146,7 +153,8 @@ def pretended(name: str) -> Iterator[None]:
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(f"unknown device {name!r}. There are: {known}.")
-    with _asked(_asked.value._replace(device=DEVICES[name])):
+    device = DEVICES[name]
+    with _asked(_asked.value._replace(device=device)), platforms.pretended(device.platform):  # fmt: skip
         yield
 
 

@@ -20,6 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from midtread.kernels.environment import here
+
 # jax 0.12 announces the end of Triton in Pallas at every lowering; docs/log.md says what
 # would take its place.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -140,7 +142,4 @@ def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
 
 def num_cores() -> int:
     """Multiprocessors of the GPU that is being compiled for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.num_cores:
-        return device.num_cores
-    return getattr(jax.devices()[0], "core_count", None) or 2  # interpreted: a few
+    return here().device.cores

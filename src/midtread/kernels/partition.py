@@ -16,7 +16,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.kernels.pallas_compat import alike, is_manual, marked
+from midtread.kernels.environment import here
+from midtread.kernels.pallas_compat import alike, marked
 
 
 def as_function(
@@ -39,8 +40,7 @@ def as_function(
 
     @custom_vmap
     def mapped(*args):
-        is_split = can_place and jax.device_count() > 1 and not is_manual()
-        if is_split:
+        if can_place and here().is_split:
             return placed(*args)
         args = alike(*args)
         return marked(kernel(*args), args[0])

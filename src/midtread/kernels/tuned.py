@@ -8,16 +8,14 @@ import functools
 import json
 import pathlib
 
-import jax
+from midtread.kernels.environment import here
 
 DEFAULT = "nvidia-h200"
 
 
 def device_kind() -> str:
     """The device being compiled for, as its table is named: 'nvidia-h200'."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = device.device_kind if device else jax.devices()[0].device_kind
-    return kind.lower().replace(" ", "-")
+    return here().device.kind.lower().replace(" ", "-")
 
 
 def has_own_table(module: str) -> bool:

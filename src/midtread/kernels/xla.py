@@ -71,9 +71,10 @@ def _prepare(lhs, rhs, precision, accumulate, mixed=True):
 
 
 def dot_general(
-    lhs, rhs, numbers, *, precision, accumulate, out_sharding=None
+    lhs, rhs, numbers, *, precision=None, preferred_element_type=None, out_sharding=None
 ) -> jax.Array:
     """lax.dot_general of any two operand types."""
+    accumulate = preferred_element_type
     if platform() == "cpu" and accumulate == jnp.int32 and out_sharding is None:
         out = cpu.dot_codes(lhs, rhs, numbers)
         if out is not None:
@@ -85,10 +86,17 @@ def dot_general(
 
 
 def ragged_dot_general(
-    lhs, rhs, sizes, numbers, *, precision, accumulate, out_sharding=None
+    lhs,
+    rhs,
+    sizes,
+    numbers,
+    *,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
 ) -> jax.Array:
     lhs, rhs, precision, accumulate = _prepare(
-        lhs, rhs, precision, accumulate, mixed=False
+        lhs, rhs, precision, preferred_element_type, mixed=False
     )
     return lax.ragged_dot_general(
         lhs, rhs, sizes, numbers, precision, accumulate, out_sharding=out_sharding
@@ -96,10 +104,10 @@ def ragged_dot_general(
 
 
 def conv_general_dilated(
-    lhs, rhs, *geometry, precision, accumulate, out_sharding=None
+    lhs, rhs, *geometry, precision=None, preferred_element_type=None, out_sharding=None
 ) -> jax.Array:
     lhs, rhs, precision, accumulate = _prepare(
-        lhs, rhs, precision, accumulate, mixed=False
+        lhs, rhs, precision, preferred_element_type, mixed=False
     )
     return lax.conv_general_dilated(
         lhs,

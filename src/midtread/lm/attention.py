@@ -34,7 +34,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from midtread.kernels import choose, wanted
+from midtread.kernels import choose
+from midtread.kernels.environment import here
+from midtread.kernels.layout import SYMBOLIC, is_static
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError
@@ -283,8 +285,8 @@ def _why_not_flash(call: Call) -> str | None:
         return f"it is for bfloat16 and float16, not {call.q.dtype}"
     if call.sizes[0] < FEW:
         return f"{call.sizes[0]} queries do not fill a block of {FEW}"
-    if not wanted.is_static(call.q, *jax.tree.leaves((call.k, call.v))):
-        return wanted.SYMBOLIC
+    if not is_static(call.q, *jax.tree.leaves((call.k, call.v))):
+        return SYMBOLIC
     return None
 
 
@@ -294,8 +296,8 @@ def _why_it_fails(run: Callable, call: Call) -> str | None:
 
     def gradients(q, k, v, first, stop):
         seen = dataclasses.replace(call.seen, first=first, stop=stop)
-        here = lambda q, k, v: run(dataclasses.replace(call, q=q, k=k, v=v, seen=seen))
-        out, vjp = jax.vjp(here, q, k, v)
+        own = lambda q, k, v: run(dataclasses.replace(call, q=q, k=k, v=v, seen=seen))
+        out, vjp = jax.vjp(own, q, k, v)
         return vjp(out)
 
     seen = call.seen
@@ -351,14 +353,14 @@ def _kept(run: Callable[[Call], jax.Array]) -> Callable[[Call], jax.Array]:
 
 
 def _why_not_tokamax(call: Call) -> str | None:
-    reason = wanted.why_no_gpu(hopper=True) or _why_not_flash(call)
+    reason = here().why_not("hopper") or _why_not_flash(call)
     if reason is not None:
         return reason
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed (pip install 'midtread[tokamax]')"
     if not call.seen.is_causal:
         return "its ranges are of as many keys as queries"
-    if not wanted.is_alone():
+    if not here().is_alone:
         return "it runs on one device, and XLA cannot partition it"
     return _why_it_fails(_tokamax, call)
 
@@ -388,10 +390,10 @@ def _tokamax(call: Call) -> jax.Array:
 
 
 def _why_not_cudnn(call: Call) -> str | None:
-    reason = wanted.why_no_gpu(hopper=False) or _why_not_flash(call)
+    reason = here().why_not("nvidia") or _why_not_flash(call)
     if reason is not None:
         return reason
-    if wanted.is_interpreted():
+    if here().is_interpreted:
         return "kernels of ours are interpreted here, cuDNN's cannot be"
     if call.softcap is not None:
         return "it has no soft cap"
@@ -421,8 +423,8 @@ def _why_not_blockwise(call: Call) -> str | None:
         return (
             "a rule quantizes attention's matmuls, which only the plain formula shows"
         )
-    if not wanted.is_static(call.q, *jax.tree.leaves((call.k, call.v))):
-        return wanted.SYMBOLIC
+    if not is_static(call.q, *jax.tree.leaves((call.k, call.v))):
+        return SYMBOLIC
     return None
 
 

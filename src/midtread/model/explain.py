@@ -24,8 +24,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.kernels import xla
-from midtread.kernels.wanted import implementation
+from midtread.kernels.environment import here, implementation
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.coverage import Coverage, Param
@@ -86,7 +85,7 @@ def explain(
         else _trace_function
     )
     # a GPU's kernels would hide the contractions
-    with implementation("xla" if xla.platform() == "gpu" else None):
+    with implementation("xla" if here().platform == "gpu" else None):
         jaxpr, params = trace(model, provider, method, inputs, kwargs, seen)
     text = provider.unused_rules_text()
     if text:

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import choose, choose_weights, xla
 from midtread.numerics.spec import Spec
 
 Labels = tuple[str, ...]
@@ -51,6 +50,7 @@ class Contraction:
 
     name = "contraction"
     can_tile = True
+    is_matmul = False  # of matrices, for which kernels may be asked
 
     @property
     def summed(self) -> Labels:
@@ -124,6 +124,11 @@ class Contraction:
         """Labels of the expert axis, where there is one."""
         return ()
 
+    @property
+    def grouping(self) -> Any:
+        """(the label of rows in groups, that of the groups, their sizes), or None."""
+        return None
+
     def align(self, part: jax.Array, side: str) -> jax.Array:
         """A scale (or zero point) of one operand laid over the axes of the output."""
         return lay_over(part, self.labels(side), self.out)
@@ -141,16 +146,16 @@ class Contraction:
         fields = {"stuck": self.stuck, "precision": self.precision, **fields}
         return type(self)(lhs, rhs, out, (tiled, tiled), **fields)
 
-    def scaled_sum(self, lhs, rhs, tiles: dict[str, int], dtype) -> jax.Array | None:
-        """The contraction of codes with their scales, by a kernel if there is one."""
-        return None
+    def run(
+        self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None, by: Any = lax
+    ) -> jax.Array:
+        """The contraction of two plain arrays.
 
-    def weight_sum(self, lhs, rhs, dtype) -> jax.Array | None:
-        """The same where one operand is float."""
-        return None
-
-    def run(self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None) -> jax.Array:
-        """The contraction of two plain arrays, in `accumulate` (None: as `preferred`)."""
+        Args:
+            accumulate: the type of the sum; None: as `preferred`.
+            by: who multiplies, with the functions of jax.lax: lax itself, or the engine's
+                `kernels.xla`, which takes every pair of types on every backend.
+        """
         raise NotImplementedError
 
 
@@ -176,6 +181,7 @@ class Dot(Contraction):
     """lax.dot_general, its output in the order of `out`."""
 
     name = "dot_general"
+    is_matmul = True
 
     @property
     def batch(self) -> Labels:
@@ -196,23 +202,15 @@ class Dot(Contraction):
         got = (*self.batch, *alone)
         return numbers, [got.index(x) for x in self.out]
 
-    def scaled_sum(self, lhs, rhs, tiles, dtype):
-        labels = self.lhs, self.rhs, self.out
-        return choose.scaled(labels, lhs, rhs, tiles, dtype, self.stored)
-
-    def weight_sum(self, lhs, rhs, dtype):
-        labels = self.lhs, self.rhs, self.out
-        return choose_weights.weight_only(*labels, lhs, rhs, self.precision, dtype)
-
-    def run(self, lhs, rhs, accumulate=None):
+    def run(self, lhs, rhs, accumulate=None, by: Any = lax):
         numbers, order = self.dimension_numbers
         in_order = order == sorted(order)
-        out = xla.dot_general(
+        out = by.dot_general(
             lhs,
             rhs,
             numbers,
             precision=self.precision,
-            accumulate=accumulate or self.preferred,
+            preferred_element_type=accumulate or self.preferred,
             out_sharding=self.out_sharding if in_order else None,
         )
         if in_order:

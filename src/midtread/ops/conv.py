@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import xla
 from midtread.ops.contraction import META, Contraction
 
 _GEOMETRY = (
@@ -58,14 +57,14 @@ class Conv(Contraction):
             return jnp.ones(operand.shape, operand.dtype)
         return super().ones(operand, side)
 
-    def run(self, lhs, rhs, accumulate=None):
+    def run(self, lhs, rhs, accumulate=None, by: Any = lax):
         out_axis, in_axis, *window = self.numbers.rhs_spec
         if self.window_groups > 1:
             # the window is stored (o, c / groups); its spec here is already swapped
             rhs = _move_groups(rhs, in_axis, out_axis, self.window_groups)
         if self.reverse:
             rhs = lax.rev(rhs, window)
-        out = xla.conv_general_dilated(
+        out = by.conv_general_dilated(
             lhs,
             rhs,
             self.strides,
@@ -76,7 +75,7 @@ class Conv(Contraction):
             self.feature_groups,
             self.batch_groups,
             precision=self.precision,
-            accumulate=accumulate or self.preferred,
+            preferred_element_type=accumulate or self.preferred,
             out_sharding=self.out_sharding,
         )
         if self.out_groups > 1:

@@ -27,7 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import xla
+from midtread.kernels import choose, xla
+from midtread.kernels.environment import Env, here
+from midtread.kernels.layout import Groups, Matmul
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
@@ -42,19 +44,31 @@ Operand = jax.Array | QArray
 
 
 def contract(
-    c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any = None
+    c: Contraction,
+    lhs: Operand,
+    rhs: Operand,
+    accumulate: Any = None,
+    env: Env | None = None,
 ) -> jax.Array:
-    """The contraction of two operands, quantized or not, in the dtype the caller expects."""
-    if is_running():  # a part of something that was told of
-        return _contract(c, lhs, rhs, accumulate)
-    run = lambda: _contract(c, lhs, rhs, accumulate)
+    """The contraction of two operands, quantized or not, in the dtype the caller expects.
+
+    Args:
+        accumulate: the type of the sum; None: the engine's choice.
+        env: where it will run; None: here.
+    """
+    env = env or here()
+    if is_running():  # inside `train`, whose witness knows of it
+        return _contract(c, lhs, rhs, accumulate, env)
+    run = lambda: _contract(c, lhs, rhs, accumulate, env)
     return witness.contraction(c, None, lhs, rhs, run)
 
 
 @untouched
-def _contract(c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any) -> jax.Array:
-    if accumulate is None and not any(_is_low_bit(x) for x in (lhs, rhs)):
-        return c.run(lhs, rhs)
+def _contract(
+    c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any, env: Env
+) -> jax.Array:
+    if accumulate is None and not (_is_low_bit(lhs) or _is_low_bit(rhs)):
+        return c.run(lhs, rhs, by=xla)
     for operand in (lhs, rhs):
         if isinstance(operand, QArray):
             validate(operand)
@@ -63,11 +77,29 @@ def _contract(c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any) -> ja
     lhs, rhs = _take_pre_scale(c, lhs, rhs)
     lhs, rhs = _match_padding(c, lhs, rhs)
     tiles = _loop_plan(c, lhs, rhs)
-    if tiles is None:
-        out = _sum_values(c, lhs, rhs, accumulate, result)
-    elif (out := _kernel_sum(c, lhs, rhs, tiles, accumulate, result)) is None:
+    out = None
+    if c.is_matmul and c.out_sharding is None and accumulate is None:
+        out = _by_kernel(c, lhs, rhs, tiles, np.dtype(result), env)
+    if out is None and tiles is None:
+        out = _sum_values(c, lhs, rhs, accumulate)
+    elif out is None:
         out = _sum_codes(c, lhs, rhs, tiles, accumulate)
     return views.crop_to(out, _out_shape(c, out.shape, shape)).astype(result)
+
+
+def _by_kernel(c, lhs, rhs, tiles, dtype, env: Env) -> jax.Array | None:
+    """The contraction with its scales by a kernel, where there is one: of codes by codes, or,
+    if `tiles` is None, of floats by codes."""
+    labels = c.lhs, c.rhs, c.out
+    groups = None if c.grouping is None else Groups(*c.grouping)
+    is_plain = is_wide(dtype) and dtype != np.float64
+    if tiles is None:
+        dtype = dtype if is_plain else np.dtype(np.float32)
+        a = Matmul(labels, lhs, rhs, dtype, precision=c.precision, groups=groups)
+        return choose.weight(a, env)
+    if not is_plain:
+        return None
+    return choose.scaled(Matmul(labels, lhs, rhs, dtype, tiles, c.stored, groups=groups), env)  # fmt: skip
 
 
 def result_dtype(*operands: Operand) -> np.dtype:
@@ -212,18 +244,13 @@ def _parts(x: Operand) -> list[jax.Array]:
     return [x.scale] if x.zero_point is None else [x.scale, x.zero_point]
 
 
-def _sum_values(c, lhs, rhs, accumulate, result) -> jax.Array:
+def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
     """At least one side is float by the time of the sum."""
-    if c.out_sharding is None and accumulate is None:
-        is_plain = is_wide(result) and np.dtype(result) != np.float64
-        out = c.weight_sum(lhs, rhs, np.dtype(result) if is_plain else np.float32)
-        if out is not None:
-            return out
     common = result_dtype(lhs, rhs)
     left, lhs_scale = _as_value(c, lhs, "lhs", common)
     right, rhs_scale = _as_value(c, rhs, "rhs", common)
     wide = wide_dtype(common)
-    out = c.run(left, right, accumulate or wide)
+    out = c.run(left, right, accumulate or wide, xla)
     return apply_scales(c, out, wide, lhs_scale, rhs_scale)
 
 
@@ -271,15 +298,6 @@ def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
     return lax.scan(add, start, jnp.arange(1, math.prod(counts), dtype=jnp.int32))[0]
 
 
-def _kernel_sum(c, lhs, rhs, tiles, accumulate, result) -> jax.Array | None:
-    """The sum by a kernel that applies the scales, where there is one."""
-    if c.out_sharding is not None or accumulate is not None:
-        return None
-    if not is_wide(result) or np.dtype(result) == np.float64:
-        return None
-    return c.scaled_sum(lhs, rhs, tiles, np.dtype(result))
-
-
 def _named_parts(x: QArray) -> dict[str, jax.Array]:
     parts = {"qvalue": x.qvalue, "scale": x.scale, "zero_point": x.zero_point}
     return {k: v for k, v in parts.items() if v is not None}
@@ -299,7 +317,7 @@ def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
     if accumulate is None:
         integer = all(jnp.issubdtype(v.dtype, jnp.integer) for v in (left, right))
         accumulate = jnp.int32 if integer else wide
-    out = c.run(left, right, accumulate)
+    out = c.run(left, right, accumulate, xla)
     zeros = [x.zero_point if isinstance(x, QArray) else None for x in (lhs, rhs)]
     if any(z is not None and is_wide(z.dtype) for z in zeros):  # fractions
         out = out.astype(wide)
@@ -308,7 +326,7 @@ def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
         for z, s in zip(zeros, ("lhs", "rhs"))
     ]
     zl, zr = (_expand_tiles(z, out.shape) for z in zeros)
-    total = lambda x, y: c.run(x, y, accumulate).astype(out.dtype)
+    total = lambda x, y: c.run(x, y, accumulate, xla).astype(out.dtype)
     if zl is not None:
         out = out - zl * total(c.ones(left, "lhs"), right)
     if zr is not None:

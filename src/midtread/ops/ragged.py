@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import choose, xla
 from midtread.ops.contraction import META, Contraction, dot, lay_over
 
 
@@ -35,6 +34,7 @@ class Ragged(Contraction):
     group: str = "g"
 
     name = "ragged_dot"
+    is_matmul = True
 
     @property
     def looped(self):
@@ -60,18 +60,10 @@ class Ragged(Contraction):
         return jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
 
     @property
-    def _parts(self):
-        groups = self.rows, self.group, self.sizes
-        return (self.lhs, self.rhs, self.out), groups
+    def grouping(self):
+        return self.rows, self.group, self.sizes
 
-    def scaled_sum(self, lhs, rhs, tiles, dtype):
-        return choose.grouped(*self._parts, lhs, rhs, tiles, dtype)
-
-    def weight_sum(self, lhs, rhs, dtype):
-        del dtype  # always float32
-        return choose.grouped_weight(*self._parts, lhs, rhs)
-
-    def run(self, lhs, rhs, accumulate=None):
+    def run(self, lhs, rhs, accumulate=None, by: Any = lax):
         labels = self.lhs, self.rhs
         if self.group in self.lhs:  # lax wants the groups on the right
             lhs, rhs, labels = rhs, lhs, (self.rhs, self.lhs)
@@ -88,13 +80,13 @@ class Ragged(Contraction):
             lhs_ragged_dimensions=[left.index(self.rows)],
             rhs_group_dimensions=axes(right, [x for x in right if x == self.group]),
         )
-        out = xla.ragged_dot_general(
+        out = by.ragged_dot_general(
             lhs,
             rhs,
             self.sizes,
             numbers,
             precision=self.precision,
-            accumulate=accumulate or self.preferred,
+            preferred_element_type=accumulate or self.preferred,
             out_sharding=self.out_sharding,
         )
         alone = [x for x in (*left, *right) if x not in pairs and x != self.group]

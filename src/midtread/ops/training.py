@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from midtread.kernels import choose, xla
+from midtread.kernels import choose
+from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
@@ -67,7 +68,7 @@ def train(
         rhs = recipe.sparsity.apply(rhs)
     # Layers that look alike share one trace, gradient included; only noise tells one
     # site from another.
-    how = _How(recipe, site if recipe.is_random else "", xla.platform())
+    how = _How(recipe, site if recipe.is_random else "", here())
     run = lambda: _train_once(how, c, lhs, rhs, ranges or Ranges(), key)
     return witness.contraction(c, recipe, lhs, rhs, run)
 
@@ -77,7 +78,7 @@ class _How(NamedTuple):
 
     recipe: Recipe
     site: str
-    platform: str
+    env: Env
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,10 +112,11 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
                 mask = jnp.packbits(is_inside(x, range_), axis=-1)
             twice = None
             if learns and range_ is None and isinstance(slot, Spec):
-                twice = _also_for_backward(c, recipe, name, x, spec)
+                twice = _also_for_backward(c, how, name, x, spec)
             used, again = twice or choose.quantize(
                 x, spec, range_, key, (how.site, name),
                 summed=_summed_axes(c, name), both=learns and slot is REUSE,
+                env=how.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
             if learns and name == "lhs" and isinstance(again, QArray):
@@ -125,14 +127,15 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
     stored = [s for s, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
     lhs, rhs = operands
     of = dataclasses.replace(c, stored=tuple(stored))
-    out = contract(of, lhs, rhs, recipe.fwd.accumulate)
+    out = contract(of, lhs, rhs, recipe.fwd.accumulate, how.env)
     out = checkpoint_name(out, OUT) if learns else out
     return out, (c, *kept, ranges.g, key)
 
 
-def _also_for_backward(c, recipe: Recipe, side: str, x: jax.Array, spec: Spec):
+def _also_for_backward(c, how: _How, side: str, x: jax.Array, spec: Spec):
     """Codes of x for the forward, and those the backward would make of it later; None if
     no kernel makes both from one read. They are half the bytes of what made them."""
+    recipe = how.recipe
     back, slot = (
         (c.drhs, recipe.drhs.lhs) if side == "lhs" else (c.dlhs, recipe.dlhs.rhs)
     )
@@ -140,7 +143,7 @@ def _also_for_backward(c, recipe: Recipe, side: str, x: jax.Array, spec: Spec):
     if again == spec or (side == "lhs" and recipe.drhs.hadamard):
         return None
     summed = _summed_axes(c, side), _summed_axes(back, side)
-    found = choose.quantize_twice(x, (spec, again), summed)
+    found = choose.quantize_twice(x, (spec, again), summed, env=how.env)
     return None if found is None else found[:2]
 
 
@@ -159,13 +162,15 @@ def _backward(how, residuals, g):
         for side, (gemm, mine, theirs) in of.items()
         if _wants_gradient(mine)
     }
-    codes, size = _codes_of_g(ways, g_range, noise)
-    grads = {side: _gradient(way, codes[side], noise) for side, way in ways.items()}
+    codes, size = _codes_of_g(ways, g_range, noise, how.env)
+    grads = {
+        side: _gradient(way, codes[side], noise, how.env) for side, way in ways.items()
+    }
     seen = None
     if g_range is not None:
         specs = [s for s in (recipe.dlhs.g, recipe.drhs.g) if s is not None]
-        how = next((s for s in specs if s.method != "fixed"), None)
-        size = largest(g, how) if size is None else size
+        spec = next((s for s in specs if s.method != "fixed"), None)
+        size = largest(g, spec) if size is None else size
         seen = {k: jnp.full_like(v, size.reshape(())) for k, v in g_range.items()}
     return None, grads.get("lhs"), grads.get("rhs"), Ranges(None, None, seen), None
 
@@ -219,7 +224,7 @@ def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
     return _Way(side, back, gemm, mine, g, spec, factor, y)
 
 
-def _codes_of_g(ways: dict[str, _Way], g_range, noise):
+def _codes_of_g(ways: dict[str, _Way], g_range, noise, env: Env):
     """g as each of its matmuls wants it, and max |g| where a kernel saw all of g."""
     key, site = noise
     # of a constant: what others have seen does not matter
@@ -230,7 +235,7 @@ def _codes_of_g(ways: dict[str, _Way], g_range, noise):
         if alike and one.spec is not None and two.spec is not None:
             found = choose.quantize_twice(
                 one.g, (one.spec, two.spec), (one.summed, two.summed), known(one),
-                largest=one.spec.method == "delayed",
+                largest=one.spec.method == "delayed", env=env,
             )  # fmt: skip
             if found is not None:
                 return dict(zip(ways, found)), found[2]
@@ -240,22 +245,22 @@ def _codes_of_g(ways: dict[str, _Way], g_range, noise):
         if way.spec is not None:
             codes[side], _ = choose.quantize(
                 way.g, way.spec, known(way), key, (site, "g", side),
-                summed=way.summed, factor=way.factor,
+                summed=way.summed, factor=way.factor, env=env,
             )  # fmt: skip
     return codes, None
 
 
-def _gradient(way: _Way, g: Operand, noise) -> jax.Array:
+def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
     key, site = noise
     other = "rhs" if way.side == "lhs" else "lhs"
     slot, y = getattr(way.gemm, other), way.y
     if isinstance(slot, Spec) and _is_float(y):
         spec, summed = way.back.place(slot, other), _summed_axes(way.back, other)
         y, _ = choose.quantize(
-            y, spec, None, key, (site, other, way.side), summed=summed
+            y, spec, None, key, (site, other, way.side), summed=summed, env=env
         )
     pair = (g, y) if way.side == "lhs" else (y, g)
-    return _finish(contract(way.back, *pair, way.gemm.accumulate), way.mine)
+    return _finish(contract(way.back, *pair, way.gemm.accumulate, env), way.mine)
 
 
 def _explicit_sharding(x: Operand):

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from midtread.kernels import xla
 from midtread.model import everyop, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
@@ -352,7 +353,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             spec = self._weight_spec(self._channels(c, side), rule)
             range_ = calibrate(w, spec)
             w = _straight_through(range_, grid_of(range_, spec, is_narrow=True), w)
-        return c.run(x, w) if side == "rhs" else c.run(w, x)
+        return c.run(x, w, by=xla) if side == "rhs" else c.run(w, x, by=xla)
 
     def _unit(self, rule, c, x, w, side: str) -> jax.Array | None:
         """The scale of the matmul's integer sums: a bias is a whole number of these."""

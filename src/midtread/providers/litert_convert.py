@@ -29,6 +29,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
+from midtread.kernels import xla
 from midtread.model import flaxlib
 from midtread.model.provider import LATE
 from midtread.numerics.calibration import Average, fixed_range
@@ -196,7 +197,7 @@ class OdmlConversionProvider(OdmlQatProvider):
             return _flat_dot(c, x, w, grid, side, spec)
         x = x if spec is None else _dynamic(x, spec)
         w = w if grid is None else annotated(grid, w)
-        return c.run(x, w) if side == "rhs" else c.run(w, x)
+        return c.run(x, w, by=xla) if side == "rhs" else c.run(w, x, by=xla)
 
     def _unit(self, *site: Any) -> None:
         return None  # the converter rounds biases

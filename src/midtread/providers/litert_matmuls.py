@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from midtread.kernels import xla
 from midtread.model import flaxlib
 from midtread.model.weights import origin_is_hidden
 from midtread.numerics.formats import as_format
@@ -39,7 +40,7 @@ class Matmuls:
         is_act = [self._edges[x].is_activation for x in (lhs, rhs)]
         if not any(is_act):
             self._check_seen(op_id, lhs, rhs)
-            out = c.run(lhs, rhs)
+            out = c.run(lhs, rhs, by=xla)
             self._carry_constant(c, (lhs, rhs), None, out)
             return out
         if all(is_act):
@@ -47,7 +48,7 @@ class Matmuls:
             rhs = self._quantized(rhs, rule, f"{op_id}_rhs")
             scales = [table.scale_of(self._edges[x]) for x in (lhs, rhs)]
             sums = None if any(s is None for s in scales) else scales
-            return self._output(c.run(lhs, rhs), rule, sums=sums)
+            return self._output(c.run(lhs, rhs, by=xla), rule, sums=sums)
         side = ("lhs", "rhs")[is_act[0]]  # of the weight
         x, w = (lhs, rhs) if side == "rhs" else (rhs, lhs)
         x = self._matmul_input(rule, op_id, c, x, "lhs" if side == "rhs" else "rhs")

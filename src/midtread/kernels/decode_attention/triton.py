@@ -17,6 +17,7 @@ B sequences, K heads of the cache, each read by g query heads, S slots, h number
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,12 @@ import numpy as np
 from jax import lax
 
 from midtread.kernels import triton_words
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.decode_attention import Cached
+from midtread.kernels.environment import Env
 from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.kernels.partition import as_function
 from midtread.numerics.formats import Format, dtype_bits
-from midtread.numerics.qarray import QArray
 
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
@@ -180,48 +183,45 @@ def _merge(out, top, total, group: int) -> jax.Array:
     return out.reshape(*out.shape[:3], -1)
 
 
-# --- from a model's arrays to the kernel, or the reason why not -------------------------------
+# --- from a model's arrays to a plan, or the reason why not -----------------------------------
 
 
-def why_not(q: jax.Array, k: QArray, v: QArray) -> str | None:
-    """Why the kernel cannot run this attention; None if it can."""
+class Triton(NamedTuple):
+    is_interpreted: bool
+
+    def run(self, a: Cached) -> jax.Array:
+        """[B, 1, H, h] in q's dtype."""
+        (batch, _, heads, width), of_cache = a.q.shape, a.k.shape[2]
+        grouped = a.q.reshape(batch, of_cache, heads // of_cache, width)
+        scales = [x.scale[..., 0].astype(jnp.float32) for x in (a.k, a.v)]
+        per_head = scales[0].shape[2] != 1, scales[1].shape[2] != 1
+        call = _call(a.k.format, per_head, a.gain, self.is_interpreted)
+        out = call(grouped, a.k.qvalue, scales[0], a.v.qvalue, scales[1], a.lengths)
+        return out.reshape(a.q.shape).astype(a.q.dtype)
+
+
+def plan(a: Cached, env: Env) -> Triton | Refusal:
+    q, k, v = a.q, a.k, a.v
     for x in (k, v):
         name = x.format.name
         if name not in triton_words.FORMATS or dtype_bits(x.format.dtype) != 8:
-            return f"{name} caches have no kernel: int8, e4m3 and e5m2 have"
+            return Refusal(f"{name} caches have no kernel: int8, e4m3 and e5m2 have")
         if x.zero_point is not None or x.global_scale is not None:
-            return "its cache has zero points or scales of two levels"
+            return Refusal("its cache has zero points or scales of two levels")
         if x.scale.shape[:2] != x.shape[:2] or x.scale.shape[3] != 1:
-            return f"scales {x.scale.shape} are not one per token, or per head of it"
+            what = f"scales {x.scale.shape} are not one per token"
+            return Refusal(f"{what}, or per head of it")
     (_, tokens, heads, width), of_cache = q.shape, k.shape[2]
     if k.shape != v.shape or k.format is not v.format:
-        return "keys and values differ in width or format"
+        return Refusal("keys and values differ in width or format")
     if tokens != 1:
-        return f"{tokens} tokens at once: the kernel is for one"
+        return Refusal(f"{tokens} tokens at once: the kernel is for one")
     if heads // of_cache > ROWS:
-        return f"{heads // of_cache} query heads read one head: {ROWS} at most can"
+        what = f"{heads // of_cache} query heads read one head"
+        return Refusal(f"{what}: {ROWS} at most can")
     if width & (width - 1) or not 32 <= width <= 256:
-        return f"heads of {width}: 32, 64, 128 and 256 have a kernel"
-    return None
-
-
-def attend(
-    q: jax.Array,
-    k: QArray,
-    v: QArray,
-    lengths: jax.Array,
-    gain: float,
-    interpret: bool,
-) -> jax.Array:
-    """[B, 1, H, h] in q's dtype."""
-    batch, _, heads, width = q.shape
-    of_cache = k.shape[2]
-    grouped = q.reshape(batch, of_cache, heads // of_cache, width)
-    scales = [x.scale[..., 0].astype(jnp.float32) for x in (k, v)]
-    per_head = tuple(s.shape[2] != 1 for s in scales)
-    call = _call(k.format, per_head, gain, interpret)
-    out = call(grouped, k.qvalue, scales[0], v.qvalue, scales[1], lengths)
-    return out.reshape(q.shape).astype(q.dtype)
+        return Refusal(f"heads of {width}: 32, 64, 128 and 256 have a kernel")
+    return Triton(env.is_interpreted)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs: from a float operand to a quantizing kernel call, or the reason why not.
+"""NVIDIA GPUs: from a float operand to a plan for a quantizing kernel, or the reason why not.
 
-A kernel of triton.py knows a matrix, an operand has axes of which a matmul sums over
-some, the first or the last. Here it becomes [rows, columns], its scales and a factor likewise
-(`laid` in scaled_matmul/adapter.py), and one of three kernels writes codes in the order its matmuls want:
+A kernel of triton.py knows a matrix, an operand has axes of which a matmul sums over some, the
+first or the last. Here it becomes [rows, columns], its scales and a factor likewise (`fit` in
+layout.py), and one of three kernels writes codes in the order its matmuls want:
 
     rows     a scale for each row that fits a program: found and applied in one read
     tiles    one for each TILE of a row, likewise; and, if wanted, for the other matmul from
@@ -10,18 +10,22 @@ some, the first or the last. Here it becomes [rows, columns], its scales and a f
     cast     any other, with scales known before: codes in either order, or both
 """
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels.quantize import triton as quantize_triton
-from midtread.kernels.quantize.triton import TILE
-from midtread.kernels.scaled_matmul.adapter import FLOAT8, as_matrix, laid
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.environment import Env
+from midtread.kernels.layout import SYMBOLIC, TILE, Fit, as_matrix, fit, is_static
+from midtread.kernels.quantize import triton
+from midtread.kernels.quantize.operand import Operand, Quantized, Twice, why_not_twice
+from midtread.kernels.scaled_matmul import FLOAT8
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
-from midtread.numerics.rounding import hashed, mix
+from midtread.numerics.rounding import hashed, mix, seed
 
 
 class Sides(NamedTuple):
@@ -33,7 +37,8 @@ class Sides(NamedTuple):
     sums_columns: bool
 
 
-def _sides(shape, summed: tuple[int, ...]) -> Sides | None:
+@functools.lru_cache(maxsize=1024)
+def _sides(shape: tuple[int, ...], summed: tuple[int, ...]) -> Sides | None:
     ndim, num = len(shape), len(summed)
     if not 0 < num < ndim:
         return None
@@ -48,136 +53,178 @@ def _sides(shape, summed: tuple[int, ...]) -> Sides | None:
     )
 
 
-def why_not_quantize(x, spec, summed, factor) -> str | None:
-    if spec.format.dtype.name not in ("int8", *FLOAT8) or spec.format.scale is not None:
-        return f"{spec.format.name} has no kernel: int8, e4m3 and e5m2 have"
-    if x.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"{x.dtype} has no kernel"
-    if spec.rounding not in ("nearest", "stochastic") or spec.scale_rule is not None:
-        return f"{spec.rounding} rounding or special scales have no kernel"
-    if spec.calibration.is_asymmetric or spec.scale_dtype is not None:
-        return "zero points and scale dtypes have no kernel"
-    sides = _sides(x.shape, summed)
-    if sides is None:
-        return "its summed axes are neither its first nor its last"
-    if spec.rounding != "nearest" and x.ndim - sides.num_leading > 1:
-        return "noise along several axes of columns has no kernel"
-    padded, counts = spec.layout(x.shape)
-    unit = TILE if spec.tiled_axes else quantize_triton.BLOCK
-    if sides.rows % unit or sides.columns % unit or padded != x.shape:
-        return f"{sides.rows}x{sides.columns} is not whole blocks of {unit}"
-    for extents in (counts,) if factor is None else (counts, factor.shape):
-        if laid(extents, x.shape, sides.num_leading) is None:
-            return f"a scale of extents {tuple(extents)} does not fit {x.shape} as a matrix"
-    return None
+class Triton(NamedTuple):
+    """One of the kernels of triton.py for one operand."""
+
+    detail: str  # "rows", "tiles" or "cast"
+    sides: Sides
+    copies: tuple[str, ...]  # the orders that codes are written in
+    is_interpreted: bool
+
+    def run(self, a: Operand) -> Quantized:
+        x, spec, (rows, columns, first, _) = a.x, a.spec, self.sides
+        how: dict[str, Any] = {"interpret": self.is_interpreted, "noise": None}
+        if spec.rounding != "nearest":
+            start = seed(a.key, a.site)
+            index = lax.iota(jnp.uint32, columns)
+            how["noise"] = hashed(start, x.shape[:first]).reshape(-1), mix(index)
+        matrix, counts, maxima = x.reshape(rows, columns), a.layout[1], []
+        along = None if a.factor is None else as_matrix(a.factor, x.shape, first)
+        if self.detail == "rows":
+            codes, scale = triton.rows(matrix, spec.format, factor=along, **how)
+            found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
+            scale = scale.reshape(counts)
+        elif self.detail == "tiles":
+            interpret = self.is_interpreted
+            codes, scale = triton.tiles(matrix, spec.format, interpret=interpret)
+            found, scale = {"plain": codes}, scale.T.reshape(counts)
+        else:
+            range_ = calibrate(a.scaled(), spec) if a.range_ is None else a.range_
+            scale = _known(range_, spec, x.dtype)
+            inverse = 1 / as_matrix(scale.astype(jnp.float32), x.shape, first)
+            how |= {"factor": along, "largest": a.largest}
+            written = triton.cast(matrix, inverse, spec.format, self.copies, **how)
+            pairs = zip(self.copies, written)
+            found = {k: v.T if k == "transposed" else v for k, v in pairs}
+            maxima = written[len(self.copies) :]
+        arrays = [
+            QArray(found[c].reshape(x.shape), scale, None, spec.format.qtype)
+            for c in self.copies
+        ]
+        largest = triton.as_float(jnp.max(maxima[0]), x.dtype) if maxima else None
+        return Quantized(arrays[0], arrays[-1], largest)
 
 
-class Quantized(NamedTuple):
-    """Codes for a matmul, and for another that sums over the other axes."""
-
-    codes: QArray
-    again: QArray
-    largest: jax.Array | None  # max |x|, where it was found on the way
-
-
-def _is_absmax(spec, range_) -> bool:
-    """Whether scales are found from all of the data, as kernels find them."""
-    return spec.method == "absmax" and not spec.calibration.args and range_ is None
-
-
-def quantize(
-    x, spec, range_, seed, *, summed, both, factor, interpret, largest=False
-) -> Quantized:
-    """`seed`: the hash that noise starts from, where rounding is by chance."""
-    sides = _sides(x.shape, summed)
-    first = sides.num_leading
-    how = {"interpret": interpret, "noise": None}
-    if spec.rounding != "nearest":
-        index = lax.iota(jnp.uint32, sides.columns)
-        how["noise"] = hashed(seed, x.shape[:first]).reshape(-1), mix(index)
-    matrix = x.reshape(sides.rows, sides.columns)
-    _, counts = spec.layout(x.shape)
-    along = None if factor is None else as_matrix(factor, x.shape, first)
-    copies = ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
-    copies = copies if both else copies[:1]
-    fitted = laid(counts, x.shape, first)
-    is_rows = fitted is not None and fitted[1] == [sides.rows, 1]
-    fits = sides.columns * x.dtype.itemsize <= quantize_triton.MAX_ROW
-    maxima = []
-    if is_rows and _is_absmax(spec, range_) and fits:
-        codes, scale = quantize_triton.rows(matrix, spec.format, factor=along, **how)
-        found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
-        scale = scale.reshape(counts)
-    elif (
-        factor is None
-        and copies == ("plain",)
-        and _has_row_tiles(x, spec, range_, first)
-    ):
-        codes, scale = quantize_triton.tiles(matrix, spec.format, interpret=interpret)
-        found, scale = {"plain": codes}, scale.T.reshape(counts)
-    else:
-        if range_ is None:
-            range_ = calibrate(x if factor is None else x * factor, spec)
-        scale = _known(range_, spec, x.dtype)
-        inverse = 1 / as_matrix(scale.astype(jnp.float32), x.shape, first)
-        written = quantize_triton.cast(
-            matrix, inverse, spec.format, copies, factor=along, largest=largest, **how
+def plan(a: Operand, env: Env) -> Triton | Refusal:
+    x, spec = a.x, a.spec
+    fmt, calibration = spec.format, spec.calibration
+    if not env.is_alone:
+        return Refusal(
+            "a model over several devices is quantized by XLA, which can partition it"
         )
-        found = {k: v.T if k == "transposed" else v for k, v in zip(copies, written)}
-        maxima = written[len(copies) :]
-    arrays = [
-        QArray(found[c].reshape(x.shape), scale, None, spec.format.qtype)
-        for c in copies
-    ]
-    of_all = quantize_triton.as_float(jnp.max(maxima[0]), x.dtype) if maxima else None
-    return Quantized(arrays[0], arrays[-1], of_all)
+    is_nearest = spec.rounding == "nearest"
+    if not is_nearest and a.key is None:
+        return Refusal("rounding by chance needs a key")
+    is_single = not a.both and a.factor is None
+    if is_single and is_nearest and fmt.codes is not None and a.has_few_rows:
+        return Refusal(
+            "few rows are mostly cast to bfloat16 next, and XLA does all of that at once"
+        )
+    if fmt.dtype.name not in ("int8", *FLOAT8) or fmt.scale is not None:
+        return Refusal(f"{fmt.name} has no kernel: int8, e4m3 and e5m2 have")
+    if x.dtype.name not in ("bfloat16", "float16", "float32"):
+        return Refusal(f"{x.dtype} has no kernel")
+    if spec.rounding not in ("nearest", "stochastic") or spec.scale_rule is not None:
+        return Refusal(f"{spec.rounding} rounding or special scales have no kernel")
+    if calibration.is_asymmetric or spec.scale_dtype is not None:
+        return Refusal("zero points and scale dtypes have no kernel")
+    if not is_static(x):
+        return Refusal(SYMBOLIC)
+    sides = _sides(x.shape, a.summed)
+    if sides is None:
+        return Refusal("its summed axes are neither its first nor its last")
+    if not is_nearest and x.ndim - sides.num_leading > 1:
+        return Refusal("noise along several axes of columns has no kernel")
+    padded, counts = a.layout
+    unit = TILE if spec.tiled_axes else triton.BLOCK
+    if sides.rows % unit or sides.columns % unit or padded != x.shape:
+        return Refusal(f"{sides.rows}x{sides.columns} is not whole blocks of {unit}")
+    scale = fit(counts, x.shape, sides.num_leading)
+    factor = scale
+    if a.factor is not None:
+        factor = fit(a.factor.shape, x.shape, sides.num_leading)
+    if scale is None or factor is None:
+        extents = tuple(counts) if scale is None else a.factor.shape
+        what = f"a scale of extents {extents} does not fit {x.shape}"
+        return Refusal(f"{what} as a matrix")
+    copies = ("plain", "transposed") if sides.sums_columns else ("transposed", "plain")
+    copies = copies if a.both else copies[:1]
+    detail = _kernel(a, sides, scale, copies)
+    return Triton(detail, sides, copies, env.is_interpreted)
 
 
-def _has_row_tiles(x, spec, range_, first: int) -> bool:
+def _kernel(a: Operand, sides: Sides, scale: Fit, copies: tuple[str, ...]) -> str:
+    fits = sides.columns * a.x.dtype.itemsize <= triton.MAX_ROW
+    if scale.matrix == (sides.rows, 1) and a.is_absmax and fits:
+        return "rows"
+    is_single = a.factor is None and copies == ("plain",)
+    return "tiles" if is_single and _has_row_tiles(a, sides, scale) else "cast"
+
+
+def _has_row_tiles(a: Operand, sides: Sides, scale: Fit | None) -> bool:
     """Whether `tiles` finds the scales: the largest magnitude of TILE neighbours in a row."""
-    if not _is_absmax(spec, range_) or spec.rounding != "nearest":
+    if not a.is_absmax or a.spec.rounding != "nearest":
         return False
-    found = laid(spec.layout(x.shape)[1], x.shape, first)
-    rows, columns = (math.prod(part) for part in (x.shape[:first], x.shape[first:]))
-    is_settled = x.dtype.name != "float16"  # its scales are rounded otherwise
-    return is_settled and found is not None and found[1] == [rows, columns // TILE]
+    is_settled = a.x.dtype.name != "float16"  # its scales are rounded otherwise
+    matrix = (sides.rows, sides.columns // TILE)
+    return is_settled and scale is not None and scale.matrix == matrix
 
 
 def _known(range_, spec, dtype) -> jax.Array:
     return settled(scales_of(range_, spec).scale.astype(dtype))
 
 
-def why_not_tiles(x, specs, summed: tuple[int, ...]) -> str | None:
-    """Why one read does not do for codes under two specs, the first for a sum over
-    `summed`, the second for one over the other axes; both have kernels by themselves."""
-    sides = _sides(x.shape, summed)
-    assert sides is not None  # or why_not_quantize had said so
-    by_row, by_column = specs if sides.sums_columns else specs[::-1]
-    if by_row.format != by_column.format:
-        return "two formats at once have no kernel"
-    first = sides.num_leading
-    found = laid(by_column.layout(x.shape)[1], x.shape, first)
-    is_column = found is not None and found[1] == [sides.rows // TILE, sides.columns]
-    if not is_column or not _has_row_tiles(x, by_row, None, first):
-        return f"its scales are not one per {TILE} of a row, and of a column"
-    if by_column.rounding != "nearest":
-        return "rounding by chance needs a noise for either"
-    return None
+# --- for two matmuls, from one read -----------------------------------------------------------
 
 
-def quantize_tiles(x, specs, *, summed, interpret) -> Quantized:
-    """x under two specs that `why_not_tiles` has nothing against."""
-    sides = _sides(x.shape, summed)
-    by_row, by_column = specs if sides.sums_columns else specs[::-1]
-    columns = _known(calibrate(x, by_column), by_column, x.dtype)
-    inverse = 1 / as_matrix(columns.astype(jnp.float32), x.shape, sides.num_leading)
-    matrix, fmt = x.reshape(sides.rows, sides.columns), by_row.format
-    plain, rows, turned = quantize_triton.tiles(
-        matrix, fmt, inverse, interpret=interpret
+class Same(NamedTuple):
+    """Both under the same Spec: one kernel writes both orders."""
+
+    one: Triton
+
+    @property
+    def detail(self) -> str:
+        return self.one.detail
+
+    def run(self, a: Twice) -> Quantized:
+        return self.one.run(a.operands[0])
+
+
+class Tiles(NamedTuple):
+    """Scales in tiles of a row for one, in tiles of a column for the other."""
+
+    sides: Sides
+    is_interpreted: bool
+    detail: str = "tiles"
+
+    def run(self, a: Twice) -> Quantized:
+        x, (rows, columns, first, sums_columns) = a.x, self.sides
+        by_row, by_column = a.specs if sums_columns else a.specs[::-1]
+        known = _known(calibrate(x, by_column), by_column, x.dtype)
+        inverse = 1 / as_matrix(known.astype(jnp.float32), x.shape, first)
+        matrix, fmt = x.reshape(rows, columns), by_row.format
+        interpret = self.is_interpreted
+        plain, scale, turned = triton.tiles(matrix, fmt, inverse, interpret=interpret)
+        scale = scale.T.reshape(by_row.layout(x.shape)[1])
+        one, two = (
+            QArray(codes.reshape(x.shape), scale, None, fmt.qtype)
+            for codes, scale in ((plain, scale), (turned.T, known))
+        )
+        return Quantized(*((one, two) if sums_columns else (two, one)))
+
+
+def plan_twice(a: Twice, env: Env) -> Same | Tiles | Refusal:
+    reason = why_not_twice(a)
+    if reason is not None:
+        return Refusal(reason)
+    plans = [plan(operand, env) for operand in a.operands]
+    for each in plans:
+        if isinstance(each, Refusal):
+            return each
+    if a.specs[0] == a.specs[1]:
+        return Same(plans[0])
+    if a.range_ is not None:
+        return Refusal("two kinds of scales under one range have no kernel")
+    sides = plans[0].sides
+    by_row, by_column = a.operands if sides.sums_columns else a.operands[::-1]
+    if by_row.spec.format != by_column.spec.format:
+        return Refusal("two formats at once have no kernel")
+    of_row, of_column = (
+        fit(each.layout[1], a.x.shape, sides.num_leading)
+        for each in (by_row, by_column)
     )
-    rows = rows.T.reshape(by_row.layout(x.shape)[1])
-    one, two = (
-        QArray(codes.reshape(x.shape), scale, None, fmt.qtype)
-        for codes, scale in ((plain, rows), (turned.T, columns))
-    )
-    return Quantized(*((one, two) if sides.sums_columns else (two, one)), largest=None)
+    columns = (sides.rows // TILE, sides.columns)
+    is_column = of_column is not None and of_column.matrix == columns
+    if not is_column or not _has_row_tiles(by_row, sides, of_row):
+        return Refusal(f"its scales are not one per {TILE} of a row, and of a column")
+    return Tiles(sides, env.is_interpreted)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.kernels.layout import TILE
 from midtread.kernels.pallas_compat import (
     alike,
     pl,
@@ -36,7 +37,6 @@ from midtread.numerics.formats import Format
 from midtread.numerics.rounding import as_uniform, mix
 
 BLOCK = 64  # both extents of x are multiples of this
-TILE = 128  # how many neighbours share a scale in `tiles`
 MAX_ROW = 2**15  # the longest row that `rows` takes, in bytes
 
 

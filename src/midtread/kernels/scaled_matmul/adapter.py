@@ -1,240 +1,198 @@
-"""NVIDIA GPUs: from a contraction of codes to a kernel call, or the reason why not.
+"""Codes times codes on Hopper: from a Matmul to one of three kernels, or the reason why not.
 
-A matmul kernel knows matrices with the summed axis innermost, a contraction has labelled
-axes in any order. Here labels become matrices (a transpose, which XLA drops where a
-quantizing kernel has written the codes in that order already), and kernels become
-functions that JAX can transform (partition.py).
+A kernel knows matrices with the summed axis innermost, a contraction has labelled axes in any
+order (layout.py). Codes are transposed to rows, which XLA drops where a quantizing kernel has
+written them in that order already, and kernels are functions that JAX can transform
+(partition.py).
+
+    plan             a scale for each row and column            hopper.py
+    plan_columns     the same, of a weight stored [K, N]        weight_matmul/many_rows.py
+    plan_tiled       scales in tiles of the sum too             hopper_tiled.py
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.environment import Env
+from midtread.kernels.layout import (
+    TILE,
+    Labels,
+    Matmul,
+    as_rows,
+    codes_of,
+    fit,
+    scales_of_rows,
+    up,
+)
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
 from midtread.kernels.partition import as_function
-from midtread.kernels.quantize.triton import TILE
-from midtread.kernels.scaled_matmul import hopper as scaled_hopper
-from midtread.kernels.scaled_matmul import hopper_tiled
-from midtread.kernels.scaled_matmul import tuned as scaled_tuned
-from midtread.kernels.weight_matmul import many_rows
-from midtread.kernels.weight_matmul.few_rows import MAX_ROWS
+from midtread.kernels.scaled_matmul import FLOAT8, hopper, hopper_tiled, tuned
+from midtread.kernels.weight_matmul import MAX_ROWS, many_rows
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray
 
-Labels = tuple[str, ...]
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+class _Side(NamedTuple):
+    """One operand as a matrix: its labels, itself, and those that are its rows."""
+
+    labels: Labels
+    x: Any
+    kept: Labels
 
 
-class Matrices(NamedTuple):
-    """Labels by what they do: kept from lhs, kept from rhs, summed."""
-
-    m: Labels
-    n: Labels
-    k: Labels
-
-
-def matrices(lhs: Labels, rhs: Labels, out: Labels) -> Matrices | None:
-    """None where an axis is shared by both operands and the result."""
-    if any(x in rhs and x in out for x in lhs):
-        return None
-    k = tuple(x for x in lhs if x in rhs)
-    m = tuple(x for x in out if x in lhs)
-    n = tuple(x for x in out if x in rhs)
-    if not k or out not in (m + n, n + m):
-        return None
-    return Matrices(m, n, k)
+def _sides(a: Matmul) -> tuple[_Side, _Side, Labels, bool]:
+    """Left, right, the summed labels, and whether lhs is on the right since the result is
+    wanted transposed."""
+    assert a.matrices is not None
+    m, n, k = a.matrices
+    left, right = _Side(a.labels[0], a.lhs, m), _Side(a.labels[1], a.rhs, n)
+    is_swapped = a.labels[2] != m + n
+    return (right, left, k, True) if is_swapped else (left, right, k, False)
 
 
-def why_not_scaled(labels, lhs, rhs) -> str | None:
-    """Why the scaled matmul kernel cannot run this contraction; None if it can."""
-    found = matrices(*labels)
-    if found is None:
-        return "it has batch axes, or interleaves the axes of its operands"
-    reason = why_not_codes(lhs, rhs)
-    if reason is not None:
-        return reason
-    extents = _extents(labels, lhs, rhs)
-    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
-    if min(m, n) <= MAX_ROWS or k < 128:
-        return f"{m}x{k}x{n} is smaller than a block"
-    return None
-
-
-def why_not_codes(lhs, rhs) -> str | None:
+def why_not_codes(a: Matmul) -> str | None:
     """Why wgmma cannot multiply these operands' codes; None if it can."""
-    pair = [codes_of(x).dtype.name for x in (lhs, rhs)]
-    is_float8 = all(d in FLOAT8 for d in pair)
-    if pair != ["int8", "int8"] and not is_float8:
-        return f"it multiplies {pair[0]} by {pair[1]}: int8 by int8 or float8 by float8 are"
-    if pair[0] != pair[1] and not MIXES_FLOAT8:
-        return f"{pair[0]} by {pair[1]} needs jax 0.11"
-    for x in (lhs, rhs):
+    left, right = codes_of(a.lhs).dtype.name, codes_of(a.rhs).dtype.name
+    is_float8 = left in FLOAT8 and right in FLOAT8
+    if (left, right) != ("int8", "int8") and not is_float8:
+        return f"it multiplies {left} by {right}: int8 by int8 or float8 by float8 are"
+    if left != right and not MIXES_FLOAT8:
+        return f"{left} by {right} needs jax 0.11"
+    for x in (a.lhs, a.rhs):
         if isinstance(x, QArray) and x.zero_point is not None:
             return "an operand has a zero point"
     return None
 
 
-def codes_of(x) -> jax.Array:
-    return x.qvalue if isinstance(x, QArray) else x
-
-
-def _extents(labels, lhs, rhs) -> dict[str, int]:
-    left = dict(zip(labels[0], codes_of(lhs).shape))
-    return left | dict(zip(labels[1], codes_of(rhs).shape))
-
-
-def scaled(labels, lhs, rhs, out_dtype, interpret: bool, stored=()) -> jax.Array:
-    """sum_k lhs rhs, scaled, in the order of the output's labels.
-
-    Args:
-        stored: the sides, "lhs" or "rhs", that lie in memory as their labels say. Others
-            were written for this contraction, with the summed axis innermost.
-    """
-    found = matrices(*labels)
-    left, right = (labels[0], lhs, found.m), (labels[1], rhs, found.n)
-    is_swapped = labels[2] != found.m + found.n  # the result comes out transposed
-    if is_swapped:
-        left, right = right, left
-    if ("lhs" if is_swapped else "rhs") in stored and right[0] == found.k + right[2]:
-        out = _by_columns(left, right, found.k, out_dtype, interpret)
-        if out is not None:
-            extents = _extents(labels, lhs, rhs)
-            return out.reshape([extents[x] for x in labels[2]])
-    operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
-    scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
-    vectors = [
-        s.reshape(-1) if s.size == 1 else _spread(s, (v.shape[0], 1)).reshape(-1)
-        for s, v in zip(scales, operands)
-    ]
-    sizes = [v.shape[0] for v in operands]
-    shapes = [
-        (max(up(v.shape[0], by), 128), up(v.shape[1], 128))
-        for v, by in zip(operands, (8, 64))
-    ]
-    operands = [views.pad_to(v, shape) for v, shape in zip(operands, shapes)]
-    vectors = [
-        v if v.size == 1 else views.pad_to(v, shape[:1])
-        for v, shape in zip(vectors, shapes)
-    ]
-    single = vectors[0].size == 1, vectors[1].size == 1
-    out = _scaled_call(out_dtype, single, interpret)(*operands, *vectors)
-    out = views.crop_to(out, sizes)
-    extents = _extents(labels, lhs, rhs)
-    return out.reshape([extents[x] for x in labels[2]])
-
-
-def _by_columns(left, right, summed: Labels, dtype, interpret) -> jax.Array | None:
-    """`scaled` of (labels, operand, labels that are kept) where the right codes are stored
-    with the summed axes first; None if their kernel does not take them."""
-    rows = _as_rows(left[1], left[0], left[2], summed)
-    columns = codes_of(right[1]).reshape(rows.shape[1], -1)
-    one, other = (
-        _spread(_scales(x, of, kept, summed), (extent, 1)).reshape(-1)
-        for (of, x, kept), extent in ((left, rows.shape[0]), (right, columns.shape[1]))
-    )
-    return many_rows.codes(rows, columns, one, other, dtype, interpret)
-
-
-def up(extent: int, multiple: int) -> int:
-    """The copy engine wants whole rows of its pattern; the rest is zeros."""
-    return -(-extent // multiple) * multiple
-
-
-def _as_rows(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    codes = codes_of(x).transpose([labels.index(a) for a in (*kept, *summed)])
-    num_rows = math.prod(codes.shape[: len(kept)])
-    return codes.reshape(num_rows, -1)
-
-
-def _scales(x, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """float32 [r, t]: over the rows of `_as_rows`, and over tiles of their sums."""
-    order = [labels.index(a) for a in (*kept, *summed)]
-    shape = [codes_of(x).shape[a] for a in order]
-    if not isinstance(x, QArray):
-        return jnp.ones((1, 1), jnp.float32)
-    scale = x.scale.astype(jnp.float32).transpose(order)
-    return as_matrix(scale, shape, len(kept))
-
-
-def laid(extents, shape, first: int) -> tuple[list[int], list[int]] | None:
-    """How a part of `shape`, with these extents, fits [rows, columns] split at `first`:
-    the shape to broadcast it to, and its matrix: 1, all, or one per TILE on either side.
-    None if tiles of several axes do not follow one another."""
-    wide, matrix = [], []
-    for axes in (range(first), range(first, len(shape))):
-        own, full = [extents[a] for a in axes], [shape[a] for a in axes]
-        if all(n == 1 for n in own):
-            wide += own
-            matrix.append(1)
-            continue
-        if own[-1] not in (1, full[-1]):
-            if own[-1] * TILE != full[-1]:
-                return None
-            full[-1] = own[-1]
-        if any(n not in (1, m) for n, m in zip(own, full)):
-            return None
-        wide += full
-        matrix.append(math.prod(full))
-    return wide, matrix
-
-
-def as_matrix(part: jax.Array, shape, first: int) -> jax.Array:
-    found = laid(part.shape, shape, first)
-    assert found is not None, (part.shape, shape)
-    return jnp.broadcast_to(part, found[0]).reshape(found[1])
-
-
-def why_not_blocked(labels, lhs, rhs, tiles: dict[str, int]) -> str | None:
-    """Why the kernel for scales that vary in tiles of the sum cannot run this."""
-    reason = why_not_scaled(labels, lhs, rhs)
+def _why_not(a: Matmul) -> str | None:
+    if a.matrices is None:
+        return "it has batch axes, or interleaves the axes of its operands"
+    reason = why_not_codes(a)
     if reason is not None:
         return reason
-    found = matrices(*labels)
-    assert found is not None  # or why_not_scaled had said so
-    if codes_of(lhs).dtype.name not in FLOAT8:
-        return "scales within the sum have a kernel for float8 alone"
-    extents = _extents(labels, lhs, rhs)
-    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
-    if min(m, n) < hopper_tiled.CTA[0]:
+    m, n, k = a.sizes
+    if min(m, n) <= MAX_ROWS or k < 128:
         return f"{m}x{k}x{n} is smaller than a block"
-    if set(tiles) != {found.k[-1]} or k % TILE or m % TILE or n % TILE:
-        return f"its tiles {tiles} are not {TILE} neighbours of the last summed axis"
-    for x, of, kept in ((lhs, labels[0], found.m), (rhs, labels[1], found.n)):
-        order = [of.index(a) for a in (*kept, *found.k)]
-        if isinstance(x, QArray) and (
-            laid([x.scale.shape[a] for a in order], [codes_of(x).shape[a] for a in order], len(kept))
-            is None
-        ):  # fmt: skip
-            return f"a scale {x.scale.shape} of {x.shape} is not one per {TILE}"
     return None
 
 
-def blocked(labels, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
-    """`scaled`, where scales vary in tiles of the summed axis too."""
-    found = matrices(*labels)
-    left, right = (labels[0], lhs, found.m), (labels[1], rhs, found.n)
-    if labels[2] != found.m + found.n:
-        left, right = right, left
-    operands = [_as_rows(x, of, kept, found.k) for of, x, kept in (left, right)]
-    scales = [_scales(x, of, kept, found.k) for of, x, kept in (left, right)]
-    num_tiles = operands[0].shape[1] // TILE
-    sa = _spread(scales[0], (operands[0].shape[0], num_tiles))
-    per_block = scales[1].shape[0] != operands[1].shape[0]
-    rows = operands[1].shape[0] // (TILE if per_block else 1)
-    sb = _spread(scales[1], (rows, num_tiles))
-    out = _blocked_call(out_dtype, interpret)(*operands, sa.T, sb.T)
-    extents = _extents(labels, lhs, rhs)
-    return out.reshape([extents[x] for x in labels[2]])
+class Rows(NamedTuple):
+    """Both operands as rows, by hopper.py."""
+
+    is_interpreted: bool
+
+    def run(self, a: Matmul) -> jax.Array:
+        left, right, k, _ = _sides(a)
+        operands = [as_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        scales = [scales_of_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        arrays, vectors, singles = [], [], []
+        for codes, scale, unit in zip(operands, scales, (8, 64)):
+            extent, num_k = codes.shape
+            padded = max(up(extent, unit), 128), up(num_k, 128)
+            is_single = scale.size == 1
+            scale = scale if is_single else views.expand(scale, (extent, 1))
+            scale = scale.reshape(-1)
+            arrays.append(views.pad_to(codes, padded))
+            vectors.append(scale if is_single else views.pad_to(scale, padded[:1]))
+            singles.append(is_single)
+        call = _scaled_call(a.dtype, (*singles,), self.is_interpreted)
+        out = call(*arrays, *vectors)
+        return a.in_order(views.crop_to(out, [len(codes) for codes in operands]))
 
 
-def _spread(part: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[r, t] repeated to `shape`, by tiles."""
-    return views.expand(part, shape)
+def plan(a: Matmul, env: Env) -> Rows | Refusal:
+    if a.tiles:
+        return Refusal("its scales vary within the sum")
+    reason = _why_not(a)
+    return Rows(env.is_interpreted) if reason is None else Refusal(reason)
+
+
+class Columns(NamedTuple):
+    """The right codes stored with their summed axes first, by weight_matmul/many_rows.py."""
+
+    planned: many_rows.ManyRows
+
+    def run(self, a: Matmul) -> jax.Array:
+        left, right, k, _ = _sides(a)
+        rows = as_rows(left.x, left.labels, left.kept, k)
+        columns = codes_of(right.x).reshape(rows.shape[1], -1)
+        vectors = [
+            views.expand(scales_of_rows(s.x, s.labels, s.kept, k), (n, 1)).reshape(-1)
+            for s, n in ((left, rows.shape[0]), (right, columns.shape[1]))
+        ]
+        return a.in_order(self.planned.multiply_codes(rows, columns, *vectors))
+
+
+def plan_columns(a: Matmul, env: Env) -> Columns | Refusal:
+    if a.tiles:
+        return Refusal("its scales vary within the sum")
+    reason = _why_not(a)
+    if reason is not None:
+        return Refusal(reason)
+    left, right, k, is_swapped = _sides(a)
+    if ("lhs" if is_swapped else "rhs") not in a.stored:
+        return Refusal("its codes were written for this matmul, as rows")
+    if right.labels != (*k, *right.kept):
+        return Refusal("its stored codes do not have their summed axes first")
+    dtypes = codes_of(left.x).dtype, codes_of(right.x).dtype, a.dtype
+    shape = a.extent(k), a.extent(right.kept)
+    planned = many_rows.plan_codes(dtypes, a.extent(left.kept), shape, env)
+    return planned if isinstance(planned, Refusal) else Columns(planned)
+
+
+class Tiled(NamedTuple):
+    """Scales that vary in tiles of the summed axis too, by hopper_tiled.py."""
+
+    is_interpreted: bool
+
+    def run(self, a: Matmul) -> jax.Array:
+        left, right, k, _ = _sides(a)
+        operands = [as_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        scales = [scales_of_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        num_tiles = operands[0].shape[1] // TILE
+        sa = views.expand(scales[0], (operands[0].shape[0], num_tiles))
+        per_block = scales[1].shape[0] != operands[1].shape[0]
+        num_rows = operands[1].shape[0] // (TILE if per_block else 1)
+        sb = views.expand(scales[1], (num_rows, num_tiles))
+        call = _tiled_call(a.dtype, self.is_interpreted)
+        return a.in_order(call(*operands, sa.T, sb.T))
+
+
+def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
+    if not a.tiles:
+        return Refusal("its scales do not vary within the sum")
+    reason = _why_not(a)
+    if reason is not None:
+        return Refusal(reason)
+    if codes_of(a.lhs).dtype.name not in FLOAT8:
+        return Refusal("scales within the sum have a kernel for float8 alone")
+    m, n, k = a.sizes
+    if min(m, n) < hopper_tiled.CTA[0]:
+        return Refusal(f"{m}x{k}x{n} is smaller than a block")
+    left, right, summed, _ = _sides(a)
+    if set(a.tiles) != {summed[-1]} or k % TILE or m % TILE or n % TILE:
+        return Refusal(
+            f"its tiles {a.tiles} are not {TILE} neighbours of the last summed axis"
+        )
+    for side in (left, right):
+        x = side.x
+        if not isinstance(x, QArray):
+            continue
+        order = [*map(side.labels.index, (*side.kept, *summed))]
+        extents, shape = (
+            tuple(map(part.shape.__getitem__, order)) for part in (x.scale, x.qvalue)
+        )
+        if fit(extents, shape, len(side.kept)) is None:
+            return Refusal(
+                f"a scale {x.scale.shape} of {x.shape} is not one per {TILE}"
+            )
+    return Tiled(env.is_interpreted)
 
 
 # --- kernels as functions ---------------------------------------------------------------------
@@ -251,8 +209,8 @@ def _scaled_call(out_dtype, single: tuple[bool, bool], interpret: bool) -> Calla
         return (out.astype(jnp.float32) * sa[:, None] * sb).astype(out_dtype)
 
     def kernel(a, b, sa, sb):
-        blocks = scaled_tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
-        return scaled_hopper.scaled_matmul(a, b, sa, sb, out_dtype, blocks, interpret)
+        blocks = tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
+        return hopper.scaled_matmul(a, b, sa, sb, out_dtype, blocks, interpret)
 
     names = [one if is_one else many for is_one, one, many in zip(single, "uv", "mn")]
     axes = f"m k, n k, {names[0]}, {names[1]} -> m n"
@@ -261,7 +219,7 @@ def _scaled_call(out_dtype, single: tuple[bool, bool], interpret: bool) -> Calla
 
 
 @functools.cache
-def _blocked_call(out_dtype, interpret: bool) -> Callable:
+def _tiled_call(out_dtype, interpret: bool) -> Callable:
     def plain(a, b, sa, sb):
         sb = views.expand(sb, (sb.shape[0], b.shape[0]))
         a, b = (

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: from a contraction over groups of rows to a kernel, or the reason why not.
+"""Codes times codes of rows in groups on Hopper: from a Matmul to a plan, or the reason why not.
 
 adapter.py does this for plain contractions. Here one axis holds the rows of all groups, and
 another, of one operand or of the result, the groups (ops/ragged.py):
@@ -13,114 +13,84 @@ where a group starts depends on all sizes before it; columns are.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.environment import Env
+from midtread.kernels.layout import Labels, Matmul, codes_of, up
 from midtread.kernels.partition import as_function
-from midtread.kernels.scaled_matmul import hopper_grouped
-from midtread.kernels.scaled_matmul import tuned as scaled_tuned
-from midtread.kernels.scaled_matmul.adapter import codes_of, up, why_not_codes
+from midtread.kernels.scaled_matmul import hopper_grouped, tuned
+from midtread.kernels.scaled_matmul.adapter import why_not_codes
+from midtread.kernels.weight_matmul import MAX_ROWS
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray
 
-Labels = tuple[str, ...]
-MAX_ROWS = 64  # of a group, on average, for the kernels of few rows
+
+class Grouped(NamedTuple):
+    """By hopper_grouped.py."""
+
+    are_rows_kept: bool
+    is_interpreted: bool
+
+    @property
+    def detail(self) -> str:
+        return "rows kept" if self.are_rows_kept else "rows summed"
+
+    def run(self, a: Matmul) -> jax.Array:
+        run = _rows if self.are_rows_kept else _sums
+        return a.in_order(run(a, self.is_interpreted))
 
 
-class Groups(NamedTuple):
-    """The label of the axis that is grouped, that of the groups, and their sizes."""
-
-    rows: str
-    group: str
-    sizes: Any
-
-
-class Sides(NamedTuple):
-    """Labels kept from lhs and from rhs, besides rows and groups, and those summed."""
-
-    m: Labels
-    n: Labels
-    k: Labels
-
-
-def sides(labels, groups: Groups) -> Sides | None:
-    """None where axes are shared, interleaved or swapped."""
-    lhs, rhs, out = labels
-    own = (groups.rows, groups.group)
-    k = tuple(x for x in lhs if x in rhs and x not in own)
-    m = tuple(x for x in out if x in lhs and x not in own)
-    n = tuple(x for x in out if x in rhs and x not in own)
-    if groups.rows in out:
-        forms = {*k, groups.rows}, {*k, *n, groups.group}, (groups.rows, *n)
-        fits = k and not m
-    else:
-        forms = {*m, groups.rows}, {*n, groups.rows}, (groups.group, *m, *n)
-        fits = m and not k
-    same = set(lhs) == forms[0] and set(rhs) == forms[1] and out == forms[2]
-    return Sides(m, n, k) if fits and n and same else None
-
-
-def why_not_grouped(labels, groups: Groups, lhs, rhs) -> str | None:
-    """Why the grouped kernels cannot run this contraction; None if they can."""
-    found = sides(labels, groups)
+def plan(a: Matmul, env: Env) -> Grouped | Refusal:
+    found, groups = a.matrices, a.groups
+    assert groups is not None
+    if a.tiles:
+        return Refusal("its scales vary within the sum")
     if found is None:
-        return "it has axes besides rows, groups and those of two matrices"
-    reason = why_not_codes(lhs, rhs)
+        return Refusal("it has axes besides rows, groups and those of two matrices")
+    reason = why_not_codes(a)
     if reason is not None:
-        return reason
-    extents = extents_of(labels, lhs, rhs)
-    if groups.sizes.shape != (extents.get(groups.group, len(groups.sizes)),):
-        return f"sizes {groups.sizes.shape} are not one per group"
-    rows = extents[groups.rows]
-    m, n, k = (math.prod(extents[x] for x in axes) for axes in found)
+        return Refusal(reason)
+    if groups.sizes.shape != (a.extents[groups.group],):
+        return Refusal(f"sizes {groups.sizes.shape} are not one per group")
+    rows, (m, n, k) = a.extents[groups.rows], a.sizes
     if rows < 128 or n < 128 or (k if found.k else m) < 128:
-        return f"{rows} rows of {m * k} by {n} are smaller than a block"
+        return Refusal(f"{rows} rows of {m * k} by {n} are smaller than a block")
     per_group = rows / groups.sizes.shape[0]
     if found.k and per_group < MAX_ROWS:  # turning the weights would outweigh it
-        return f"{per_group:.0f} rows a group: the kernel is for {MAX_ROWS} at least"
-    return None
+        what = f"{per_group:.0f} rows a group"
+        return Refusal(f"{what}: the kernel is for {MAX_ROWS} at least")
+    return Grouped(bool(found.k), env.is_interpreted)
 
 
-def extents_of(labels, lhs, rhs) -> dict[str, int]:
-    left = dict(zip(labels[0], codes_of(lhs).shape))
-    return left | dict(zip(labels[1], codes_of(rhs).shape))
-
-
-def grouped(labels, groups: Groups, lhs, rhs, out_dtype, interpret: bool) -> jax.Array:
-    """The contraction of codes, scaled, in the order of the output's labels."""
-    found = sides(labels, groups)
-    assert found is not None  # or why_not_grouped had said so
-    kept = groups.rows in labels[2]
-    run = _rows if kept else _sums
-    out = run(labels, groups, found, lhs, rhs, out_dtype, interpret)
-    extents = extents_of(labels, lhs, rhs) | {groups.group: groups.sizes.shape[0]}
-    return out.reshape([extents[x] for x in labels[2]])
-
-
-def _rows(labels, groups, found: Sides, lhs, rhs, out_dtype, interpret):
-    rows, group = (groups.rows,), (groups.group,)
-    a, sa = _laid(lhs, labels[0], (rows, found.k))
-    b, sb = _laid(rhs, labels[1], (group, found.n, found.k))
+def _rows(of: Matmul, interpret: bool) -> jax.Array:
+    assert of.groups is not None and of.matrices is not None
+    rows, group, (_, n, k) = (of.groups.rows,), (of.groups.group,), of.matrices
+    a, sa = _laid(of.lhs, of.labels[0], (rows, k))
+    b, sb = _laid(of.rhs, of.labels[1], (group, n, k))
     sizes = a.shape[0], b.shape[1]
-    num_rows, n, k = max(up(sizes[0], 8), 128), max(up(sizes[1], 64), 128), up(a.shape[1], 128)  # fmt: skip
-    a, b = views.pad_to(a, (num_rows, k)), views.pad_to(b, (b.shape[0], n, k))
+    num_rows, num_n = max(up(sizes[0], 8), 128), max(up(sizes[1], 64), 128)
+    num_k = up(a.shape[1], 128)
+    a, b = views.pad_to(a, (num_rows, num_k)), views.pad_to(b, (len(b), num_n, num_k))
     sa, sb = views.pad_to(sa[:, 0], (num_rows,)), views.pad_to(sb[:, :, 0], b.shape[:2])
-    out = _rows_call(out_dtype, interpret)(a, b, sa, sb, groups.sizes)
+    out = _rows_call(of.dtype, interpret)(a, b, sa, sb, of.groups.sizes)
     return views.crop_to(out, sizes)
 
 
-def _sums(labels, groups, found: Sides, lhs, rhs, out_dtype, interpret):
-    rows = (groups.rows,)
-    a, sa = _laid(lhs, labels[0], (found.m, rows))
-    b, sb = _laid(rhs, labels[1], (found.n, rows))
-    m, n = a.shape[0], b.shape[0]
-    shapes = [(max(up(m, 8), 128), up(a.shape[1], 128)), (max(up(n, 64), 128), up(b.shape[1], 128))]  # fmt: skip
-    a, b = (views.pad_to(v, shape) for v, shape in zip((a, b), shapes))
+def _sums(of: Matmul, interpret: bool) -> jax.Array:
+    assert of.groups is not None and of.matrices is not None
+    rows = (of.groups.rows,)
+    a, sa = _laid(of.lhs, of.labels[0], (of.matrices.m, rows))
+    b, sb = _laid(of.rhs, of.labels[1], (of.matrices.n, rows))
+    m, n, num_k = a.shape[0], b.shape[0], up(a.shape[1], 128)
+    a = views.pad_to(a, (max(up(m, 8), 128), num_k))
+    b = views.pad_to(b, (max(up(n, 64), 128), num_k))
     sa, sb = (views.pad_to(s[:, 0], v.shape[:1]) for s, v in ((sa, a), (sb, b)))
-    out = _sums_call(out_dtype, interpret)(a, b, sa, sb, groups.sizes)
+    out = _sums_call(of.dtype, interpret)(a, b, sa, sb, of.groups.sizes)
     return views.crop_to(out, (out.shape[0], m, n))
 
 
@@ -150,9 +120,7 @@ def _rows_call(out_dtype, interpret: bool) -> Callable:
         return out.astype(out_dtype)
 
     def kernel(a, b, sa, sb, sizes):
-        blocks = scaled_tuned.grouped_blocks(
-            out_dtype, a.shape[0] // len(sizes), b.shape[1]
-        )
+        blocks = tuned.grouped_blocks(out_dtype, a.shape[0] // len(sizes), b.shape[1])
         return hopper_grouped.grouped_rows(a, b, sa, sb, sizes, out_dtype, blocks, interpret)  # fmt: skip
 
     axes, whole = "r k, g n k, r, g n, g -> r n", ("r", "k", "g")
@@ -172,7 +140,7 @@ def _sums_call(out_dtype, interpret: bool) -> Callable:
         return lax.ragged_dot_general(a, b, sizes, numbers).astype(out_dtype)
 
     def kernel(a, b, sa, sb, sizes):
-        blocks = scaled_tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
+        blocks = tuned.scaled_blocks(out_dtype, (a.shape[0], b.shape[0]))
         return hopper_grouped.grouped_sums(a, b, sa, sb, sizes, out_dtype, blocks, interpret)  # fmt: skip
 
     axes, whole = "m r, n r, m, n, g -> g m n", ("r", "g")

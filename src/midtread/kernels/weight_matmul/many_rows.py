@@ -1,74 +1,116 @@
-"""Many rows against a stored weight on Hopper: hopper_prefill as a function of JAX, or why not.
+"""Many rows against a stored weight on Hopper: a plan for hopper_prefill, or why not.
 
 A weight [K, N], as Flax stores it, is decoded on the way into the tensor cores. XLA would
 decode all of it first: 70 us for int8 [4096, 14336] on an H200, where 128 rows in bfloat16
 take 31. Scales are applied inside and the result leaves in the caller's dtype: with many
 rows another pass over it would cost more than the decoding.
 
-    weight    rows in bfloat16
-    codes     rows of codes by codes, 8 bits both; scaled_matmul/adapter.py says what may be multiplied
+    plan           rows in bfloat16
+    plan_codes     rows of codes by codes, 8 bits both
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.kernels.candidates import Refusal
+from midtread.kernels.environment import Env
 from midtread.kernels.hopper import decoding
+from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
-from midtread.kernels.weight_matmul.few_rows import WEIGHTS
-from midtread.kernels.weight_matmul.hopper_prefill import tuned as prefill_tuned
+from midtread.kernels.weight_matmul import MAX_ROWS, why_not_format
+from midtread.kernels.weight_matmul.hopper_prefill import tuned
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
 from midtread.numerics import views
-from midtread.numerics.formats import as_format
+from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import decode
 
 
-def why_not(fmt, shape, summed: int, rows: int, scale, dtypes) -> str | None:
-    """Why the kernel cannot take this weight; None if it can.
+class ManyRows(NamedTuple):
+    """By hopper_prefill/; rows are bfloat16, or codes with a scale each."""
+
+    fmt: Format
+    dtypes: tuple[np.dtype, np.dtype]  # of the rows and of the result
+    is_grouped: bool
+    planned: tuple[int, tuple[int, int], Any]  # rows, codes, and their blocks
+    is_interpreted: bool = False
+
+    def run(self, a: WeightMatmul) -> jax.Array:
+        return a.result(self.multiply(a.arrays()))
+
+    def multiply(self, a: WeightArrays) -> jax.Array:
+        """[M, N], scaled."""
+        scale = a.inner if a.last is None else a.last.reshape(1, -1)
+        scale = jnp.broadcast_to(scale, (scale.shape[0], a.codes.shape[1]))
+        scale = scale if self.is_grouped else scale.astype(jnp.float32)
+        return _call(self)(a.x_MK, a.codes, scale)
+
+    def multiply_codes(self, x_MK, w_KN, rows_M, columns_N) -> jax.Array:
+        """[M, N] of codes and their scales in float32."""
+        return _codes_call(self)(x_MK, w_KN, rows_M, columns_N)
+
+    def blocks(self, num_rows: int, shape: tuple[int, int], group: int | None):
+        """As planned; a device's part of sharded arrays has its own, or None."""
+        if (num_rows, shape) == self.planned[:2]:
+            return self.planned[2]
+        return tuned.prefill_blocks(self.fmt, num_rows, shape, group, self.dtypes)
+
+
+def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
+    (x, w), found = a.sides, a.weight
+    reason = why_not_format(w.format.name)
+    if reason is not None:
+        return Refusal(reason)
+    if found.num_rows <= MAX_ROWS:
+        return Refusal(f"{found.num_rows} rows: the kernel is for more than {MAX_ROWS}")
+    dtypes = np.dtype(x.dtype), np.dtype(a.matmul.dtype)
+    if dtypes[0].name != "bfloat16":
+        return Refusal(f"the other operand is {dtypes[0]}, not bfloat16")
+    if dtypes[1].name not in ("bfloat16", "float32"):
+        return Refusal(f"the result is {dtypes[1]}, not bfloat16 or float32")
+    if found.summed != 0:
+        return Refusal("more than 64 rows, and stored with its summed axis innermost")
+    group = found.group
+    if group and a.scale_dtype != jnp.bfloat16:
+        return Refusal(
+            f"scales of groups are {a.scale_dtype}: the kernel has bfloat16 ones"
+        )
+    if group and found.counts[1] not in (1, found.shape[1]):
+        return Refusal(f"scales of extents {found.counts} on {found.shape} codes")
+    size = found.num_rows, found.shape
+    blocks = tuned.prefill_blocks(w.format, *size, group, dtypes)
+    if blocks is None:
+        what = f"{found.shape} codes in groups of {group}"
+        return Refusal(f"{what} do not divide into blocks")
+    is_grouped = group is not None
+    return ManyRows(w.format, dtypes, is_grouped, (*size, blocks), env.is_interpreted)
+
+
+def plan_codes(dtypes, num_rows: int, shape: tuple[int, int], env: Env):
+    """A ManyRows for rows of codes by stored ones, or a Refusal.
 
     Args:
-        shape: of the codes as a matrix; `summed` is the axis that is summed.
-        scale: [groups, N], one group where it is the same for the whole sum.
-        dtypes: of the other operand and of the result.
+        dtypes: of the rows, of the stored codes and of the result.
     """
-    if fmt.name not in WEIGHTS:
-        return f"{fmt.name} has no kernel: {', '.join(WEIGHTS)} have"
-    if np.dtype(dtypes[0]).name != "bfloat16":
-        return f"the other operand is {np.dtype(dtypes[0])}, not bfloat16"
-    if np.dtype(dtypes[1]).name not in ("bfloat16", "float32"):
-        return f"the result is {np.dtype(dtypes[1])}, not bfloat16 or float32"
-    if summed != 0:
-        return "more than 64 rows, and stored with its summed axis innermost"
-    group = _group(shape, scale)
-    if group and scale.dtype != jnp.bfloat16:
-        return f"scales of groups are {scale.dtype}: the kernel has bfloat16 ones"
-    if group and scale.shape[1] not in (1, shape[1]):
-        return f"scales of extents {scale.shape} on {shape} codes"
-    if prefill_tuned.prefill_blocks(fmt, rows, shape, group, dtypes) is None:
-        return f"{shape} codes in groups of {group} do not divide into blocks"
-    return None
+    rows, stored, out = dtypes
+    fmt, pair = as_format(stored.name), (rows, jnp.dtype(out))
+    blocks = tuned.prefill_blocks(fmt, num_rows, shape, None, pair)
+    if blocks is None:
+        return Refusal(f"{shape} codes do not divide into blocks")
+    return ManyRows(fmt, pair, False, (num_rows, shape, blocks), env.is_interpreted)
 
 
-def _group(shape, scale) -> int | None:
-    return None if scale.shape[0] == 1 else shape[0] // scale.shape[0]
-
-
-def weight(x_MK, codes_KN, scale, fmt, dtype, interpret: bool) -> jax.Array:
-    """[M, N] in `dtype`, scaled; `scale` as in `why_not`."""
-    n = codes_KN.shape[1]
-    scale = jnp.broadcast_to(scale, (scale.shape[0], n))
-    if scale.shape[0] == 1:
-        scale = scale.astype(jnp.float32)
-    call = _call(fmt, scale.shape[0] > 1, jnp.dtype(dtype), interpret)
-    return call(x_MK, codes_KN, scale)
+# --- kernels as functions ---------------------------------------------------------------------
 
 
 @functools.cache
-def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
+def _call(plan: ManyRows) -> Callable:
+    fmt, is_grouped, dtype = plan.fmt, plan.is_grouped, plan.dtypes[1]
 
     def plain(x, codes, scale):
         values = decode(codes, fmt).astype(jnp.float32)
@@ -81,33 +123,21 @@ def _call(fmt, is_grouped: bool, dtype, interpret: bool) -> Callable:
         return (out if is_grouped else out * scale).astype(dtype)
 
     def kernel(x, codes, scale):
-        group = _group(codes.shape, scale)
-        dtypes = x.dtype, dtype
-        blocks = prefill_tuned.prefill_blocks(
-            fmt, x.shape[0], codes.shape, group, dtypes
-        )
+        group = codes.shape[0] // scale.shape[0] if scale.shape[0] > 1 else None
+        blocks = plan.blocks(x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale)
-        how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
-        return prefill_matmul(x, decoding.as_bytes(codes), scale, **how)
+        how = {"dtype": dtype, "interpret": plan.is_interpreted}
+        codes = decoding.as_bytes(codes)
+        return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **how)
 
-    axes = "m k, k n, g n -> m n"
-    return as_function(kernel, plain, axes, ("k", "g"), can_place=not interpret)
-
-
-def codes(x_MK, w_KN, rows_M, columns_N, dtype, interpret: bool) -> jax.Array | None:
-    """[M, N] of codes and their scales in float32; None if no block divides the weight."""
-    fmt, dtypes = as_format(w_KN.dtype.name), (x_MK.dtype, jnp.dtype(dtype))
-    if (
-        prefill_tuned.prefill_blocks(fmt, x_MK.shape[0], w_KN.shape, None, dtypes)
-        is None
-    ):
-        return None
-    return _codes_call(fmt, dtypes[1], interpret)(x_MK, w_KN, rows_M, columns_N)
+    can_place = not plan.is_interpreted
+    return as_function(kernel, plain, "m k, k n, g n -> m n", ("k", "g"), can_place)
 
 
 @functools.cache
-def _codes_call(fmt, dtype, interpret: bool) -> Callable:
+def _codes_call(plan: ManyRows) -> Callable:
+    fmt, dtype = plan.fmt, plan.dtypes[1]
 
     def plain(x, w, rows, columns):
         numbers = (((1,), (0,)), ((), ()))
@@ -116,13 +146,12 @@ def _codes_call(fmt, dtype, interpret: bool) -> Callable:
         return (out.astype(jnp.float32) * rows[:, None] * columns).astype(dtype)
 
     def kernel(x, w, rows, columns):
-        dtypes = x.dtype, dtype
-        blocks = prefill_tuned.prefill_blocks(fmt, x.shape[0], w.shape, None, dtypes)
+        blocks = plan.blocks(x.shape[0], w.shape, None)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, w, rows, columns)
-        how = {"fmt": fmt, "dtype": dtype, "blocks": blocks, "interpret": interpret}
-        scale = columns.reshape(1, -1)
-        return prefill_matmul(x, decoding.as_bytes(w), scale, rows, **how)
+        how = {"dtype": dtype, "interpret": plan.is_interpreted}
+        arrays = x, decoding.as_bytes(w), columns.reshape(1, -1), rows
+        return prefill_matmul(*arrays, fmt=fmt, blocks=blocks, **how)
 
-    axes = "m k, k n, m, n -> m n"
-    return as_function(kernel, plain, axes, ("k",), can_place=not interpret)
+    can_place = not plan.is_interpreted
+    return as_function(kernel, plain, "m k, k n, m, n -> m n", ("k",), can_place)

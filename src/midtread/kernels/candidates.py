@@ -1,0 +1,122 @@
+"""Candidates: the implementations of an operation, in order, and the first that can run.
+
+    env = environment.here()                                # once per operation
+    choice = first("attend", CANDIDATES, operands, env)     # plan(operands, env) of each in turn
+    out = choice.plan.run(operands) if choice.plan else ...     # else the plain path
+
+`operands` is one record with all arrays and options. `plan` looks at shapes, dtypes and the
+environment alone: it emits no operations, and returns a Plan, a record of what it found out
+(block sizes, which axes are a matrix's rows), or a Refusal with the reason as text. `run` uses what
+the Plan holds and does not find it out again. Reasons are data: `mt.explain(..., kernels=True)`
+prints them, for devices that are not there too.
+
+If the operands have an attribute `why_not_here`, candidates that need a GPU are refused by that
+text, unless it is None: there is one answer for all kernels to how arrays are laid out.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from midtread.kernels.environment import Env
+
+
+class Refusal(NamedTuple):
+    """Why a candidate does not take some operands, as the end of a sentence about them."""
+
+    reason: str
+
+
+class Plan(Protocol):
+    """What was found out in order to choose: facts, and no arrays.
+
+    A plan may have an attribute `detail`, which `explain` prints after its candidate's name.
+    """
+
+    def run(self, operands: Any) -> Any:
+        """Computes it, by the facts of this plan."""
+        ...
+
+
+class Candidate(NamedTuple):
+    """One implementation of an operation.
+
+    Attributes:
+        name: what `explain` calls it.
+        needs: the device, as in `Env.why_not`.
+        plan: `plan(operands, env) -> Plan | Refusal`, or where that is, as "module:name":
+            it is imported when a device has what the candidate needs, and not before,
+            since Pallas is large.
+        is_interpreted: whether it is taken under implementation("interpret") too.
+    """
+
+    name: str
+    needs: str
+    plan: Callable[[Any, Env], Plan | Refusal] | str
+    is_interpreted: bool = True
+
+
+class Choice(NamedTuple):
+    """The first candidate that has a plan, None if all refused, and why those before did."""
+
+    name: str | None
+    plan: Any
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        """'hopper', 'triton (rows)', or 'XLA' where every candidate refused."""
+        detail = getattr(self.plan, "detail", None)
+        return f"{self.name} ({detail})" if detail else self.name or "XLA"
+
+
+def first(
+    operation: str,
+    candidates: Sequence[Candidate],
+    operands: Any,
+    env: Env,
+    what: str | None = None,
+) -> Choice:
+    """The first of the candidates that takes these operands here.
+
+    Args:
+        operation: its name, for those who watch (`environment.watched`).
+        what: the operands in words. With them, implementation("gpu") is an error where all
+            candidates refuse, which tells the reasons.
+    """
+    refused, choice = [], None
+    for candidate in candidates:
+        plan = _plan(candidate, operands, env)
+        if not isinstance(plan, Refusal):
+            choice = Choice(candidate.name, plan, tuple(refused))
+            break
+        refused.append((candidate.name, plan.reason))
+    choice = choice or Choice(None, None, tuple(refused))
+    if env.watch is not None:
+        env.watch(operation, operands, choice)
+    if choice.plan is None and what is not None and env.asked == "gpu":
+        asked = [c.name for c in candidates if c.needs != "cpu"]
+        reasons = dict.fromkeys(reason for name, reason in refused if name in asked)
+        raise ValueError(
+            f"implementation='gpu' cannot run {what}: {'; '.join(reasons)}. "
+            "Write implementation(None) to leave the choice to Midtread."
+        )
+    return choice
+
+
+def _plan(candidate: Candidate, operands: Any, env: Env) -> Any:
+    reason = env.why_not(candidate.needs)
+    if reason is None and candidate.needs in ("nvidia", "hopper"):
+        reason = getattr(operands, "why_not_here", None)
+    if reason is not None:
+        return Refusal(reason)
+    if env.is_interpreted and not candidate.is_interpreted:
+        return Refusal("it is not interpreted")
+    plan = candidate.plan
+    return (_imported(plan) if isinstance(plan, str) else plan)(operands, env)
+
+
+@functools.cache
+def _imported(name: str) -> Callable:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)

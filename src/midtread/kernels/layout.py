@@ -1,0 +1,426 @@
+"""Layout: from labelled axes to the matrices that kernels know, once, for every device.
+
+A contraction names the axes of its operands and of its result (ops/contraction.py); a kernel
+multiplies matrices, and wants to know where they lie in memory. `Matmul` is the record that
+kernels are chosen by and run on. What is found out about its axes is found out once, from
+shapes alone:
+
+    matrices    labels by what they do: kept from lhs (m), kept from rhs (n), summed (k)
+    Weight      one operand as [R, C] as it is stored, the other as rows against it
+    as_matrix   a scale over [rows, columns], which it has 1, all, or one per TILE of
+
+M, N, K are the extents of these matrices; R, C those of stored codes, whichever they mean.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from midtread.numerics import views
+from midtread.numerics.dtypes import is_wide
+from midtread.numerics.qarray import QArray
+
+Labels = tuple[str, ...]
+TILE = 128  # elements that share a scale, for the kernels that know tiles
+
+SYMBOLIC = "an extent is not known: jax.export with symbolic shapes is left to XLA"
+EXPLICIT = "its operands are laid out over a mesh with explicit axes"
+
+
+class Groups(NamedTuple):
+    """The label of the axis whose rows come in groups, that of the groups, their sizes."""
+
+    rows: str
+    group: str
+    sizes: Any
+
+
+class Matrices(NamedTuple):
+    """Labels by what they do: kept from lhs, kept from rhs, summed."""
+
+    m: Labels
+    n: Labels
+    k: Labels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matmul:
+    """Two operands of a matmul and what is wanted of it.
+
+    Attributes:
+        labels: of lhs, rhs and the result.
+        lhs, rhs: arrays or QArrays.
+        dtype: of the result.
+        tiles: the number of tiles of each summed label that scales vary along.
+        stored: the sides, "lhs" or "rhs", that lie in memory as their labels say. Others
+            were written for this matmul, with the summed axis innermost.
+        groups: where rows come in groups, each with its own matrix.
+    """
+
+    labels: tuple[Labels, Labels, Labels]
+    lhs: Any
+    rhs: Any
+    dtype: Any
+    tiles: dict[str, int] = dataclasses.field(default_factory=dict)
+    stored: tuple[str, ...] = ()
+    precision: Any = None
+    groups: Groups | None = None
+
+    @functools.cached_property
+    def matrices(self) -> Matrices | None:
+        """None where axes are shared by both operands and the result, or interleaved."""
+        if self.groups is None:
+            return matrices(*self.labels)
+        return grouped_matrices(*self.labels, self.groups.rows, self.groups.group)
+
+    @functools.cached_property
+    def extents(self) -> dict[str, int]:
+        extents = dict(zip(self.labels[0], codes_of(self.lhs).shape))
+        extents.update(zip(self.labels[1], codes_of(self.rhs).shape))
+        if self.groups is not None:
+            extents.setdefault(self.groups.group, len(self.groups.sizes))
+        return extents
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        assert self.matrices is not None
+        m, n, k = self.matrices
+        return self.extent(m), self.extent(n), self.extent(k)
+
+    @functools.cached_property
+    def why_not_here(self) -> str | None:
+        """Why kernels cannot take operands that are laid out as these are."""
+        sizes = () if self.groups is None else (self.groups.sizes,)
+        return why_not_here(self.lhs, self.rhs, *sizes)
+
+    def extent(self, labels: Labels) -> int:
+        return math.prod(map(self.extents.__getitem__, labels))
+
+    def in_order(self, out: jax.Array) -> jax.Array:
+        """A matrix as an array with the axes of the result."""
+        return out.reshape([*map(self.extents.__getitem__, self.labels[2])])
+
+
+@functools.lru_cache(maxsize=4096)
+def matrices(lhs: Labels, rhs: Labels, out: Labels) -> Matrices | None:
+    """None where an axis is shared by both operands and the result."""
+    if any(x in rhs and x in out for x in lhs):
+        return None
+    k = tuple(x for x in lhs if x in rhs)
+    m = tuple(x for x in out if x in lhs)
+    n = tuple(x for x in out if x in rhs)
+    if not k or out not in (m + n, n + m):
+        return None
+    return Matrices(m, n, k)
+
+
+@functools.lru_cache(maxsize=4096)
+def grouped_matrices(
+    lhs: Labels, rhs: Labels, out: Labels, rows: str, group: str
+) -> Matrices | None:
+    """The labels besides rows and groups; None where axes are shared, interleaved or
+    swapped. Rows are kept, [r k] x [g k n] -> [r n], and there is no m, or they are summed,
+    [r m] x [r n] -> [g m n], and there is no k."""
+    own = rows, group
+    k = tuple(x for x in lhs if x in rhs and x not in own)
+    m = tuple(x for x in out if x in lhs and x not in own)
+    n = tuple(x for x in out if x in rhs and x not in own)
+    if rows in out:
+        forms = {*k, rows}, {*k, *n, group}, (rows, *n)
+        fits = k and not m
+    else:
+        forms = {*m, rows}, {*n, rows}, (group, *m, *n)
+        fits = m and not k
+    same = set(lhs) == forms[0] and set(rhs) == forms[1] and out == forms[2]
+    return Matrices(m, n, k) if fits and n and same else None
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+
+def codes_of(x: Any) -> jax.Array:
+    return x.qvalue if isinstance(x, QArray) else x
+
+
+def parts_of(x: Any) -> list[jax.Array]:
+    """The arrays that an operand consists of."""
+    if not isinstance(x, QArray):
+        return [x]
+    parts = x.qvalue, x.scale, x.zero_point, x.pre_scale, x.global_scale
+    return [part for part in parts if part is not None]
+
+
+def is_static(*arrays: Any) -> bool:
+    """Whether all extents are known: in jax.export some may be symbols."""
+    kinds: set[type] = set()
+    for x in arrays:
+        kinds.update(map(type, x.shape))
+    return kinds <= {int}
+
+
+def is_explicit(*arrays: jax.Array) -> bool:
+    """Laid out over mesh axes that are part of the type, which kernels do not follow."""
+    for x in arrays:
+        if isinstance(x, jax.ShapeDtypeStruct):  # laid out nowhere
+            continue
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in getattr(mesh, "axis_types", ()):
+            return True
+    return False
+
+
+def why_not_here(*operands: Any) -> str | None:
+    """Why kernels cannot take operands that are laid out as these are."""
+    parts = [part for x in operands for part in parts_of(x)]
+    if is_explicit(*parts):
+        return EXPLICIT
+    return None if is_static(*parts) else SYMBOLIC
+
+
+def up(extent: int, multiple: int) -> int:
+    """The copy engine wants whole rows of its pattern; the rest is zeros."""
+    return -(-extent // multiple) * multiple
+
+
+# --- scales as matrices -----------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """A part of an array, a scale say, over [rows, columns]."""
+
+    shape: tuple[int, ...]  # to broadcast it to
+    matrix: tuple[int, int]  # on either side 1, all, or one per TILE
+
+
+@functools.lru_cache(maxsize=4096)
+def fit(extents: tuple[int, ...], shape: tuple[int, ...], first: int) -> Fit | None:
+    """How a part with these extents fits an array of `shape` as a matrix whose columns begin
+    with axis `first`. None if tiles of several axes do not follow one another."""
+    wide, matrix = [], []
+    for axes in (slice(first), slice(first, None)):
+        own, full = list(extents[axes]), list(shape[axes])
+        if all(n == 1 for n in own):
+            wide += own
+            matrix.append(1)
+            continue
+        if own[-1] not in (1, full[-1]):
+            if own[-1] * TILE != full[-1]:
+                return None
+            full[-1] = own[-1]
+        if any(n not in (1, m) for n, m in zip(own, full)):
+            return None
+        wide += full
+        matrix.append(math.prod(full))
+    return Fit(tuple(wide), (matrix[0], matrix[1]))
+
+
+def as_matrix(part: jax.Array, shape: Sequence[int], first: int) -> jax.Array:
+    """[r, t]: a part that `fit` fits, over rows and columns."""
+    found = fit(part.shape, tuple(shape), first)
+    assert found is not None, (part.shape, shape)
+    return jnp.broadcast_to(part, found.shape).reshape(found.matrix)
+
+
+def as_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
+    """Codes as [kept, summed]."""
+    codes = codes_of(x).transpose([*map(labels.index, (*kept, *summed))])
+    return codes.reshape(math.prod(codes.shape[: len(kept)]), -1)
+
+
+def scales_of_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
+    """float32 [r, t]: over the rows of `as_rows`, and over tiles of their sums."""
+    if not isinstance(x, QArray):
+        return jnp.ones((1, 1), jnp.float32)
+    order = [*map(labels.index, (*kept, *summed))]
+    shape = [*map(x.qvalue.shape.__getitem__, order)]
+    scale = x.scale.astype(jnp.float32).transpose(order)
+    return as_matrix(scale, shape, len(kept))
+
+
+# --- a stored weight --------------------------------------------------------------------------
+
+
+def stored(shape, summed: tuple[int, ...]) -> tuple[tuple[int, int], int] | None:
+    """((R, C), the summed one) of a weight seen as a matrix; None if axes interleave.
+
+    >>> stored((32, 4, 8), (0,)), stored((4, 8, 32), (2,)), stored((4, 32, 8), (1,))
+    (((32, 32), 0), ((32, 32), 1), None)
+    """
+    ndim, num = len(shape), len(summed)
+    if set(summed) == set(range(num)):
+        return (math.prod(shape[:num]), math.prod(shape[num:])), 0
+    if set(summed) == set(range(ndim - num, ndim)):
+        return (math.prod(shape[:-num]), math.prod(shape[-num:])), 1
+    return None
+
+
+def rows(x: jax.Array, summed: tuple[int, ...]) -> jax.Array:
+    """x as [M, K], K in the order of `summed`."""
+    kept = [a for a in range(x.ndim) if a not in summed]
+    num = math.prod(map(x.shape.__getitem__, kept))
+    return x.transpose(*kept, *summed).reshape(num, -1)
+
+
+class Weight(NamedTuple):
+    """A stored weight as a matrix of codes, and the rows that it is multiplied by.
+
+    The scale is a vector over columns, applied after the sum, or a matrix over groups of the
+    sum and columns, applied within it.
+    """
+
+    side: str  # which operand the weight is
+    num_rows: int  # M
+    x_summed: tuple[int, ...]  # axes of x, in the order of the weight's
+    shape: tuple[int, int]  # of the codes, [R, C]
+    summed: int  # which of the two is summed
+    w_summed: tuple[int, ...]
+    w_kept: tuple[int, ...]
+    counts: tuple[int, int]  # extents of the scale within the sum, (1, 1) for none
+    has_inner: bool  # whether there is one
+    order: tuple[
+        int, ...
+    ]  # of the result's axes, from those of x and then of the weight
+
+    @property
+    def group(self) -> int | None:
+        """Neighbours along the sum that share a scale, if not all do; of codes [K, N]."""
+        return None if self.counts[0] == 1 else self.shape[0] // self.counts[0]
+
+
+def why_not_weight(x: Any, w: Any) -> str | None:
+    """Why these are not codes and scales alone, against a float array."""
+    if isinstance(x, QArray) or not isinstance(w, QArray) or not is_wide(x.dtype):
+        return "it is not a matmul of floats by codes"
+    if w.zero_point is not None:
+        return "its weight has a zero point"
+    if w.pre_scale is not None:
+        return "its weight has a factor along the sum"
+    if np.dtype(np.float64) in (x.dtype, w.scale.dtype):
+        return "it is in float64"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight(side, x_labels, w_labels, out, x_shape, shape, scale) -> Weight | str:
+    summed = tuple(a for a, label in enumerate(w_labels) if label not in out)
+    kept = tuple(a for a in range(len(shape)) if a not in summed)
+    matrix = stored(shape, summed)
+    if not summed or matrix is None or any(w_labels[a] in x_labels for a in kept):
+        return "it has batch axes, or its weight interleaves kept and summed axes"
+    inner = None
+    if any(scale[a] != 1 for a in summed):
+        inner = _inner_counts(scale, shape, summed, kept)
+        if inner is None:
+            return "tiles of several summed axes do not follow one another"
+    x_summed = tuple(x_labels.index(w_labels[a]) for a in summed)
+    alone = [a for a in range(len(x_labels)) if a not in x_summed]
+    got = [*(x_labels[a] for a in alone), *(w_labels[a] for a in kept)]
+    return Weight(
+        side,
+        math.prod(x_shape[a] for a in alone),
+        x_summed,
+        *matrix,
+        summed,
+        kept,
+        inner or (1, 1),
+        inner is not None,
+        tuple(got.index(label) for label in out),
+    )
+
+
+def _inner_counts(scale, shape, summed, kept) -> tuple[int, int] | None:
+    """[r, c] of a scale of the weight's rank over the axes of its matrix; None if tiles of
+    several axes do not merge into one run."""
+    varies = any(scale[a] != 1 for a in kept)
+    partial = [a for a in summed if scale[a] < shape[a]]
+    if any(scale[a] != 1 for a in summed if partial and a > partial[0]):
+        return None
+    sides = (
+        math.prod(scale[a] for a in summed),
+        math.prod(shape[a] for a in kept) if varies else 1,
+    )
+    return sides if 0 in summed else sides[::-1]
+
+
+class WeightArrays(NamedTuple):
+    """What a kernel for a stored weight multiplies."""
+
+    x_MK: jax.Array
+    codes: jax.Array  # [R, C]
+    inner: jax.Array | None  # the scale within the sum, as `Weight.counts`; or
+    last: jax.Array | None  # that of columns, after it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightMatmul:
+    """A Matmul of floats by codes, and the facts of its weight."""
+
+    matmul: Matmul
+    weight: Weight
+
+    @property
+    def why_not_here(self) -> str | None:
+        return self.matmul.why_not_here
+
+    @property
+    def sides(self) -> tuple[jax.Array, QArray]:
+        """The rows and the weight."""
+        a = self.matmul
+        return (a.lhs, a.rhs) if self.weight.side == "rhs" else (a.rhs, a.lhs)
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        w = self.sides[1]
+        return np.dtype(np.float32) if w.global_scale is not None else w.scale.dtype
+
+    def arrays(self) -> WeightArrays:
+        """The operands as matrices."""
+        (x, w), found = self.sides, self.weight
+        x_MK = rows(x, found.x_summed)
+        scale, shape = w.scale, w.qvalue.shape
+        if w.global_scale is not None:
+            scale = scale.astype(jnp.float32) * w.global_scale.astype(jnp.float32)
+        inner = last = None
+        if found.has_inner:
+            full = list(scale.shape)
+            for axis in found.w_kept:
+                full[axis] = shape[axis]
+            if any(scale.shape[axis] != 1 for axis in found.w_kept):
+                scale = views.expand(scale, full)
+            inner = scale.reshape(found.counts)
+        else:
+            counts = [scale.shape[axis] for axis in found.w_kept]
+            extents = [shape[axis] for axis in found.w_kept]
+            last = views.expand(scale.reshape(counts), extents).reshape(-1)
+        return WeightArrays(x_MK, w.qvalue.reshape(found.shape), inner, last)
+
+    def result(self, out: jax.Array) -> jax.Array:
+        """[M, N] as an array with the axes of the result."""
+        (x, w), found = self.sides, self.weight
+        alone = [n for axis, n in enumerate(x.shape) if axis not in found.x_summed]
+        kept = [w.qvalue.shape[axis] for axis in found.w_kept]
+        return out.reshape(*alone, *kept).transpose(found.order)
+
+
+def weight_matmul(a: Matmul) -> WeightMatmul | str:
+    """`a` with one operand as a stored weight, or why it is not such a matmul."""
+    side = "lhs" if isinstance(a.lhs, QArray) else "rhs"
+    x, w, x_labels, w_labels = a.lhs, a.rhs, a.labels[0], a.labels[1]
+    if side == "lhs":
+        x, w, x_labels, w_labels = w, x, w_labels, x_labels
+    reason = why_not_weight(x, w)
+    if reason is not None:
+        return reason
+    if not is_static(x, w.qvalue, w.scale):
+        return SYMBOLIC
+    shape, scale = w.qvalue.shape, w.scale.shape
+    found = _weight(side, x_labels, w_labels, a.labels[2], x.shape, shape, scale)
+    return found if isinstance(found, str) else WeightMatmul(a, found)
