@@ -20,6 +20,7 @@ zero. The tour, from the inside out:
     sensitivity         which weight hurts; bisect, allocate: formats under a budget
     explain             what a provider does to a model, op by op, before it is run
     prove               what the compiled program does, and in which dtypes
+    implementation      insists on XLA, or on a kernel of ours, for what is traced within it
 
 >>> import jax.numpy as jnp, midtread as mt
 >>> w = mt.quantize(jnp.ones((256, 64)), "int4", channelwise_axes=[1], tiled_axes={0: 128})
@@ -33,6 +34,7 @@ from midtread.algorithms.calibrate import calibrate as calibrate
 from midtread.algorithms.search import allocate as allocate
 from midtread.algorithms.search import bisect as bisect
 from midtread.algorithms.search import sensitivity as sensitivity
+from midtread.kernels.environment import implementation as implementation
 from midtread.model.boxes import WithAux as WithAux
 from midtread.model.explain import explain as explain
 from midtread.model.flaxlib import QuantStat as QuantStat

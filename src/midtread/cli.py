@@ -17,7 +17,8 @@ VERBS = {
     "export": "weights of a run for others: midtread export runs/a format=hf",
     "report": "one page of runs and checkpoints, or what is in a .tflite file",
     "bench": "time and memory of a training step, beside the same in float",
-    "explain": "what would be quantized, in which formats, and why the rest is not",
+    "explain": "what would be quantized, in which formats, and why the rest is not; "
+    "with kernels=true or kernels=h200 also by which kernels",
 }
 
 
@@ -203,8 +204,9 @@ def _explain(words: Sequence[str]) -> None:
     from midtread.lm import model as models
     from midtread.lm.config import Model, section
 
+    words, options = _kernels(words)
     config = settings.load(words)
-    print(build.coverage(config))
+    print(build.coverage(config, **options))
     print(f"quantization: {build.mode(config)}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
@@ -216,6 +218,16 @@ def _explain(words: Sequence[str]) -> None:
         mesh.check(config, on)
         print(memory.describe(config, on))
         print(roofline.describe(config, on))
+
+
+def _kernels(words: Sequence[str]) -> tuple[list[str], dict]:
+    """The words besides kernels=..., and what that asks `explain` for."""
+    asked = [w.removeprefix("kernels=") for w in words if w.startswith("kernels=")]
+    others = [w for w in words if not w.startswith("kernels=")]
+    if not asked or asked[-1] == "false":
+        return others, {}
+    device = None if asked[-1] == "true" else asked[-1]
+    return others, {"kernels": True, "device": device}
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

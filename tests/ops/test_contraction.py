@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import midtread as mt
 from midtread.ops.contraction import Dot, dot
 from midtread.ops.conv import conv
 from midtread.ops.ragged import ragged
@@ -83,3 +84,18 @@ def test_bad_dimension_numbers_are_named():
         dot((((1,), ()), ((), ())), 2, 2)
     with pytest.raises(ValueError, match="has no meaning with lhs_dilation"):
         conv((1, 1, 4), (1, 1, 2), (1,), "SAME", (2,), (1,), None, 1, 1)
+
+
+def test_experts_have_scales_of_their_own():
+    """Axis "group": one scale for all experts, or one for each."""
+    x, w, sizes = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.array([2, 3, 3])
+    w = w.at[1].multiply(10)
+    c = ragged(GROUPED, x.shape, w.shape, sizes)
+    shape = lambda *axes: mt.Spec("int8", axes)
+    assert c.place(shape("kept"), "rhs").channelwise_axes == (2,)
+    each = c.place(shape("kept", "group"), "rhs")
+    assert each.channelwise_axes == (2, 0)
+    ops = mt.learn(mt.Recipe(mt.Fwd(shape("kept"), shape("kept", "group"))))
+    np.testing.assert_allclose(ops.ragged_dot(x, w, sizes)[:, 0], [4] * 2 + [40] * 3 + [4] * 3, rtol=1e-2)  # fmt: skip
+    with pytest.raises(ValueError, match="'group' has no tiles"):
+        mt.Spec("int8", tiled_axes={"group": 2})

@@ -17,9 +17,11 @@
 
 Around them:
 
-    choose.py, choose_weights.py   which of these runs a contraction
-    wanted.py          which implementation the user asked for
-    */adapter.py       from labelled axes to the matrices that a kernel takes, or why not
+    choose.py          for each operation a table of candidates, and the first that can run
+    candidates.py      what a candidate is: it has a plan, or a reason why not
+    environment.py     the device, and which implementation the user asked for
+    layout.py          from labelled axes to matrices
+    */adapter.py       from matrices to a plan for a kernel, or why not
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json
     triton_words.py    codes read 16 bits at a time, for Triton

@@ -28,13 +28,14 @@ def some_tokens(config: Config, rows: int = 1) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, config.max_target_length), jnp.int32)
 
 
-def coverage(config: Config, serve: bool = False) -> Coverage:
-    """What a config quantizes, from shapes alone."""
+def coverage(config: Config, serve: bool = False, **options: Any) -> Coverage:
+    """What a config quantizes, from shapes alone; `options` are those of `explain`."""
     make = quantization.serving if serve else quantization.provider
     provider = make(config) or QtProvider([])
     model = models.abstract(section(config, Model))
     try:
-        return explain(model, provider, some_tokens(config, config.batch_size))
+        tokens = some_tokens(config, config.batch_size)
+        return explain(model, provider, tokens, **options)
     except ValueError as error:
         raise UsageError(str(error).splitlines()[0]) from None
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from midtread.model.chosen import Kernel
 from midtread.numerics.formats import Format
 
 SHORT = {
@@ -74,6 +75,9 @@ class Row:
     is_opaque: bool = False
     is_emulated: bool = False  # both operands are codes, multiplied in a wider dtype
     is_adapter: bool = False  # a product with LoRA's A or B
+    kernels: tuple[
+        Kernel, ...
+    ] = ()  # the choices of its matmuls, if they were asked for
 
     @property
     def is_quantized(self) -> bool:
@@ -202,7 +206,18 @@ class Coverage:
         for group in _groups(self.rows):
             lines.append([column(group) for column in columns.values()])
         numbers = {i for i, k in enumerate(columns) if k in ("times", "FLOP", "bytes")}
-        return "\n".join([table(lines, numbers), "", str(self.totals)])
+        return "\n".join(
+            [table(lines, numbers), *self._kernels(), "", str(self.totals)]
+        )
+
+    def _kernels(self) -> list[str]:
+        """Which kernels run, row by row, and why those before them refused."""
+        lines = []
+        for group in _groups(self.rows):
+            row = group[0]
+            if row.kernels:
+                lines += ["", f"{_path(group)} {row.op}", *map(str, row.kernels)]
+        return lines
 
     __repr__ = __str__
 

@@ -24,7 +24,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.kernels.environment import here, implementation
+from midtread.kernels.environment import DEVICES, here, implementation
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.coverage import Coverage, Param
@@ -42,6 +42,8 @@ def explain(
     provider: QuantizationProvider,
     *inputs: Any,
     method: str = "__call__",
+    kernels: bool = False,
+    device: str | None = None,
     **kwargs: Any,
 ) -> Coverage:
     """Every contraction of `model` under `provider`: a record that prints as a table.
@@ -62,13 +64,22 @@ def explain(
         provider: what `quantize_model` would be given.
         inputs, kwargs: what the method is called with.
         method: the method that is explained.
+        kernels: whether to say which kernel each contraction takes, forward and backward,
+            and why those before it refused.
+        device: for which device to say that, such as "h200" or "l40s"; None: this one.
 
     Returns:
         A Coverage: one record per contraction, and totals of FLOPs and bytes.
 
     Raises:
-        ValueError: A rule matches nothing; the message has the paths nearest to it.
+        ValueError: A rule matches nothing; the message has the paths nearest to it. Or
+            `device` is not known, or given without `kernels`.
     """
+    if device is not None and not kernels:
+        raise ValueError(f"device={device!r} is for kernels=True: write both.")
+    if device is not None and device not in DEVICES:
+        known = ", ".join(DEVICES)
+        raise ValueError(f"unknown device {device!r}. There are: {known}.")
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
     if not inputs and not kwargs:
@@ -90,7 +101,8 @@ def explain(
     text = provider.unused_rules_text()
     if text:
         raise ValueError(text)
-    return Ledger(provider, seen, params).coverage(jaxpr)
+    on = (device,) if kernels else ()
+    return Ledger(provider, seen, params, on).coverage(jaxpr)
 
 
 # --- tracing ----------------------------------------------------------------------------------

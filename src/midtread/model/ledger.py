@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from midtread.model import flaxlib, intercept, jaxprs, operands
 from midtread.model.boxes import WithAux
+from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.provider import OPS
 from midtread.model.rules import recipe_of
@@ -127,7 +128,9 @@ def _sized(variables: Any) -> list[jaxprs.Sized]:
 class Ledger:
     """Turns what was told and what the jaxpr holds into rows."""
 
-    def __init__(self, provider, seen: Witness, params: dict[str, Param]):
+    def __init__(self, provider, seen: Witness, params: dict[str, Param], on=()):
+        """`on`: the device whose kernels are to be told, in a tuple; () for no kernels."""
+        self.on = on
         self.rules = provider._rules
         self.provider = type(provider).__name__
         self.factors = getattr(provider, "_factors", {})  # of LoRA, by weight
@@ -235,7 +238,16 @@ class Ledger:
             reason=reason,
             note=f.note,
             quantized=tuple(operands.any_quantized(p) for p in (fwd, dlhs, drhs)),
+            kernels=self._kernels(entry),
         )
+
+    def _kernels(self, entry: _Contraction) -> tuple[Kernel, ...]:
+        trains = self._trains(entry.op)
+        found = [
+            kernels_of(entry.c, entry.recipe, entry.operands, trains, device)
+            for device in self.on
+        ]
+        return found[0] if found else ()
 
     def _rule(self, op: _Op | None) -> Any:
         return None if op is None or op.rule is None else self.rules[op.rule]

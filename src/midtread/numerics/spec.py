@@ -17,7 +17,8 @@ so for an array [4096, 14336]:
 An extent that its tile does not divide is padded with zeros to whole tiles.
 
 In a Recipe an axis has no number yet; there "kept" stands for every axis the matmul
-keeps and "summed" for the last one it sums ("summed_first" for the first).
+keeps and "summed" for the last one it sums ("summed_first" for the first). "group" is the
+axis of experts, which has one scale per index or one for all.
 `ops.contraction` puts numbers in their place.
 """
 
@@ -34,7 +35,7 @@ from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import ROUNDINGS
 from midtread.numerics.scales import SCALE_RULES
 
-SYMBOLS = ("kept", "summed", "summed_first")
+SYMBOLS = ("kept", "summed", "summed_first", "group")
 _SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 
@@ -90,6 +91,11 @@ class Spec:
         for axis in (*self.channelwise_axes, *tiles):
             if isinstance(axis, str) and axis not in SYMBOLS:
                 raise ValueError(f"unknown axis {axis!r}: write a number or {SYMBOLS}.")
+        if "group" in tiles:
+            raise ValueError(
+                "experts share a scale or have one each, so axis 'group' has no tiles: "
+                "write it in channelwise_axes."
+            )
         for axis, tile in tiles.items():
             if not tile > 0:
                 raise ValueError(f"tile {tile} of axis {axis} must be above 0.")
