@@ -412,8 +412,9 @@ def test_the_page_about_it(capsys):
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
             exec(compile(block, "docs/explain.md", "exec"), scope)  # noqa: S102
-    (table,) = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
+    table, kernels = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     assert str(scope["found"]) == table
+    assert kernels.removesuffix("...") in str(scope["on_h200"])
     assert (
         "paths near it: ['layers/mlp/gate', 'layers/mlp/up" in capsys.readouterr().out
     )

@@ -105,7 +105,7 @@ def first(
 
 
 def _plan(candidate: Candidate, operands: Any, env: Env) -> Any:
-    reason = env.why_not(candidate.needs)
+    reason = env.reasons[candidate.needs]
     if reason is None and candidate.needs in ("nvidia", "hopper"):
         reason = getattr(operands, "why_not_here", None)
     if reason is not None:

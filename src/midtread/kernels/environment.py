@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 
 from midtread.numerics import platforms
 
+NEEDS = ("any", "cpu", "nvidia", "hopper")  # devices that a kernel may be for
 IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
 
@@ -69,12 +70,12 @@ class Env:
     def platform(self) -> str:
         return self.device.platform
 
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
         """One device, or inside shard_map, or interpreted: what is seen here is all."""
         return not self.is_split or self.is_interpreted
 
-    @property
+    @functools.cached_property
     def is_interpreted(self) -> bool:
         return self.asked == "interpret"
 
@@ -84,6 +85,14 @@ class Env:
         Args:
             needs: "any", "cpu", "nvidia" or "hopper".
         """
+        return self.reasons[needs]
+
+    @functools.cached_property
+    def reasons(self) -> dict[str, str | None]:
+        """`why_not` of everything that a kernel may need."""
+        return {needs: self._why_not(needs) for needs in NEEDS}
+
+    def _why_not(self, needs: str) -> str | None:
         if needs == "any":
             return None
         if needs == "cpu":

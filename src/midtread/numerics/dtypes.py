@@ -1,5 +1,6 @@
 """Dtypes: the few questions we ask of one."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 _WIDE = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
 
 
+@functools.cache
 def is_wide(dtype: Any) -> bool:
     """A float that can be quantized, and that scales normally come in."""
     return np.dtype(dtype) in _WIDE

@@ -243,6 +243,7 @@ def _name_of(dtype: Any) -> str:
     return np.dtype(dtype).name
 
 
+@functools.cache
 def dtype_bits(dtype: Any) -> int:
     """Bits of one element, by the dtype's definition."""
     dtype = np.dtype(dtype)

@@ -105,7 +105,7 @@ class QArray:
 
     @property
     def format(self) -> formats.Format:
-        return formats.as_format(self.qtype)
+        return _format_of(self.qtype)
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +182,9 @@ class QArray:
         return f"QArray({name}{per} {list(self.shape)}{size})"
 
 
+_format_of = functools.cache(formats.as_format)
+
+
 def _is_wide(qtype: Any) -> bool:
     """Whether the codes are wide floats: gradients of them, say, or an average."""
     return not isinstance(qtype, str) and is_wide(qtype)
@@ -213,11 +216,12 @@ def validate(q: QArray) -> None:
             raise ValueError(
                 f"{name} {part.shape} should have the same rank as qvalue {q.qvalue.shape}."
             )
-        if any(s == 0 or n % s for n, s in zip(q.qvalue.shape, part.shape) if n):
-            raise ValueError(
-                f"{name} {part.shape} should be broadcastable to qvalue {q.qvalue.shape}: "
-                "every extent must divide."
-            )
+        for n, s in zip(q.qvalue.shape, part.shape):
+            if n and (s == 0 or n % s):
+                raise ValueError(
+                    f"{name} {part.shape} should be broadcastable to qvalue "
+                    f"{q.qvalue.shape}: every extent must divide."
+                )
     if q.qvalue.dtype != q.format.dtype:
         raise ValueError(
             f"{q.qvalue.dtype} is not a valid type for qvalue of {q.format.name}."

@@ -52,10 +52,9 @@ class Contraction:
     can_tile = True
     is_matmul = False  # of matrices, for which kernels may be asked
 
-    @property
+    @functools.cached_property
     def summed(self) -> Labels:
-        shared = (x for x in self.lhs if x in self.rhs and x not in self.out)
-        return tuple(x for x in shared if x not in self.stuck)
+        return _summed(self.lhs, self.rhs, self.out, self.stuck)
 
     @property
     def looped(self) -> Labels:
@@ -67,9 +66,7 @@ class Contraction:
 
     def kept(self, side: str) -> Labels:
         """Labels along which this operand's scale can move to the output."""
-        return tuple(
-            x for x in self.labels(side) if x in self.out and x not in self.stuck
-        )
+        return _kept(getattr(self, side), self.out, self.stuck)
 
     def place(self, spec: Spec | None, side: str) -> Spec | None:
         """`spec` with axis numbers for "kept", "summed" and "group"."""
@@ -157,6 +154,17 @@ class Contraction:
                 `kernels.xla`, which takes every pair of types on every backend.
         """
         raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=4096)
+def _summed(lhs: Labels, rhs: Labels, out: Labels, stuck: frozenset) -> Labels:
+    shared = (x for x in lhs if x in rhs and x not in out)
+    return tuple(x for x in shared if x not in stuck)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(labels: Labels, out: Labels, stuck: frozenset) -> Labels:
+    return tuple(x for x in labels if x in out and x not in stuck)
 
 
 def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:

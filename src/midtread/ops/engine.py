@@ -30,6 +30,7 @@ from jax import lax
 from midtread.kernels import choose, xla
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Groups, Matmul
+from midtread.kernels.layout import codes_of as held
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
@@ -84,7 +85,10 @@ def _contract(
         out = _sum_values(c, lhs, rhs, accumulate)
     elif out is None:
         out = _sum_codes(c, lhs, rhs, tiles, accumulate)
-    return views.crop_to(out, _out_shape(c, out.shape, shape)).astype(result)
+    if shape:
+        whole = [shape.get(label, n) for label, n in zip(c.out, out.shape)]
+        out = views.crop_to(out, whole)
+    return out.astype(result)
 
 
 def _by_kernel(c, lhs, rhs, tiles, dtype, env: Env) -> jax.Array | None:
@@ -154,13 +158,9 @@ def _summed_only(c, part, side, other):
     return lay_over(part, labels, target)
 
 
-def held(x: Operand) -> jax.Array:
-    return x.qvalue if isinstance(x, QArray) else x
-
-
 def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
     """Where one side was padded to whole tiles of a summed axis, pads the other."""
-    if not any(isinstance(x, QArray) and x.logical for x in (lhs, rhs)):
+    if not (getattr(lhs, "logical", None) or getattr(rhs, "logical", None)):
         return lhs, rhs
     left, right = _extents(c, lhs, "lhs"), _extents(c, rhs, "rhs")
     target = {x: max(left[x], right[x]) for x in c.summed}
@@ -193,20 +193,20 @@ def _kept_extents(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int]:
     return extents
 
 
-def _out_shape(c: Contraction, held, logical: dict[str, int]) -> tuple[int, ...]:
-    return tuple(logical.get(label, n) for label, n in zip(c.out, held))
-
-
 def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | None:
     """{summed label: number of tiles} to visit, or None if codes cannot be multiplied."""
     if not is_code(lhs) or not is_code(rhs):
         return None
     counts, extents = {}, {}
-    for side, x in (("lhs", lhs), ("rhs", rhs)):
-        extents |= _extents(c, x, side)
-        for part in _parts(x):
-            for label, extent, count in zip(c.labels(side), held(x).shape, part.shape):
-                if count == 1 or label in c.kept(side) or label in c.groups(side):
+    for side, labels, x in (("lhs", c.lhs, lhs), ("rhs", c.rhs, rhs)):
+        shape = held(x).shape
+        extents.update(zip(labels, shape))
+        movable = (*c.kept(side), *c.groups(side))
+        for part in (x.scale, x.zero_point) if isinstance(x, QArray) else ():
+            if part is None:
+                continue
+            for label, extent, count in zip(labels, shape, part.shape):
+                if count == 1 or label in movable:
                     continue
                 if label not in c.looped:
                     return None
@@ -215,18 +215,19 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
                         f"Contracting axes must be tiled with the same tile size: {c.name} "
                         f"meets tiles of {extent // count} and of {extent // counts[label]}."
                     )
-    if math.prod(extents[x] // n for x, n in counts.items()) < MIN_TILE and counts:
+    if counts and math.prod(extents[x] // n for x, n in counts.items()) < MIN_TILE:
         return None
     return counts | _overflow_tiles(c, counts, extents, lhs, rhs)
 
 
 def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
     """Extra tiles where a whole sum would not fit in int32."""
-    dtypes = [held(lhs).dtype, held(rhs).dtype]
-    if not all(jnp.issubdtype(d, jnp.integer) for d in dtypes) or xla.is_int16(*dtypes):
+    left, right = held(lhs).dtype, held(rhs).dtype
+    integers = jnp.issubdtype(left, jnp.integer) and jnp.issubdtype(right, jnp.integer)
+    if not integers or xla.is_int16(left, right):
         return {}
-    terms = math.prod(extents[x] for x in c.summed) // math.prod(counts.values())
-    product = math.prod(2 ** (formats.dtype_bits(d) - 1) for d in dtypes)
+    terms = math.prod(map(extents.__getitem__, c.summed)) // math.prod(counts.values())
+    product = 2 ** (formats.dtype_bits(left) + formats.dtype_bits(right) - 2)
     needed = -(-terms * product // (2**31 - 1))
     if needed <= 1:
         return {}
@@ -236,12 +237,6 @@ def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
             if extents[label] % count == 0:
                 return {label: count}
     return {}
-
-
-def _parts(x: Operand) -> list[jax.Array]:
-    if not isinstance(x, QArray):
-        return []
-    return [x.scale] if x.zero_point is None else [x.scale, x.zero_point]
 
 
 def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
