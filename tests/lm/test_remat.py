@@ -1,10 +1,14 @@
 """Remat: what each policy keeps of a layer, and that numbers do not depend on it."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from midtread.lm import memory, settings
-from midtread.lm.config import UsageError
+from midtread.lm import model as models
+from midtread.lm.config import Model, UsageError, section
 from tests.lm.curves import curve
 
 WIDE = ["tiny", "emb_dim=64", "mlp_dim=256", "head_dim=32", "batch_size=1"]
@@ -41,3 +45,15 @@ def test_numbers_do_not_depend_on_it(policy):
 def test_nothing_quantized_keeps_no_codes():
     with pytest.raises(UsageError, match="nothing is quantized"):
         settings.load(["tiny", "remat_policy=quantized"])
+
+
+def test_unrolled_layers_are_scanned_ones():
+    """The same losses, and no loop left in the program."""
+    words = ["num_decoder_layers=2", "scan_unroll=2"]
+    want = curve(["num_decoder_layers=2"], steps=3)
+    np.testing.assert_allclose(curve(words, steps=3), want, rtol=2e-6)
+    m = section(settings.load(["tiny", *words]), Model)
+    graph, state = nnx.split(models.create(m))
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)
+    text = run.lower(state, jnp.zeros((1, 32), jnp.int32)).as_text()
+    assert "stablehlo.while" not in text

@@ -407,14 +407,17 @@ def _why_not_cudnn(call: Call) -> str | None:
 def _cudnn(call: Call) -> jax.Array:
     call, seen, width = call.restored(), call.seen, call.v.shape[-1]
     call = _as_wide_as_keys(call)
-    if seen.is_causal and not seen.is_packed:
-        window = None if seen.window is None else (seen.window - 1, 0)
-        what = {"is_causal": True, "local_window_size": window}
-    else:
-        what = {"mask": seen.mask(call.sizes[1])[:, None]}
+    mask = window = None
+    is_causal = seen.is_causal and not seen.is_packed
+    if not is_causal:
+        mask = seen.mask(call.sizes[1])[:, None]
+    elif seen.window is not None:
+        window = (seen.window - 1, 0)
     out = jax.nn.dot_product_attention(
-        call.q, call.k, call.v, scale=call.scale, implementation="cudnn", **what
-    )
+        call.q, call.k, call.v, None, mask,
+        scale=call.scale, is_causal=is_causal,
+        local_window_size=window, implementation="cudnn",
+    )  # fmt: skip
     return out[..., :width]
 
 
@@ -461,9 +464,11 @@ def describe(m: Model, batch: int) -> str:
     )
     place = jax.ShapeDtypeStruct((batch, T), jnp.int32)
     seen: Any = Seen(place, place, is_causal=True, is_packed=True)
-    arrays: Any = of(m.num_query_heads, widths[0]), of(K, widths[0]), of(K, widths[1])
+    q: Any = of(m.num_query_heads, widths[0])
+    k: Any = of(K, widths[0])
+    v: Any = of(K, widths[1])
     sinks: Any = jnp.zeros(m.num_query_heads) if m.attention_sink else None
-    call = Call(*arrays, seen, 1.0, m.attn_logits_soft_cap or None, sinks)
+    call = Call(q, k, v, seen, 1.0, m.attn_logits_soft_cap or None, sinks)
     name, refusals = choose_for(call, m.attention)
     reasons = "; ".join(f"{other}: {why}" for other, why in refusals.items())
     return f"attention: {name or 'none'}" + (f" ({reasons})" if reasons else "")

@@ -60,7 +60,11 @@ def attend(q, k, v, first, stop, scale, softcap=None, sinks=None) -> jax.Array:
     """
     (B, T, H, h), (_, S, K, w) = q.shape, v.shape
     formula = Formula(scale, softcap, *_blocks(T, S, B * H))
-    pad = lambda x, to: jnp.pad(x, [(0, 0), (0, -x.shape[1] % to)] + [(0, 0)] * (x.ndim - 2))  # fmt: skip
+
+    def pad(x: jax.Array, to: int) -> jax.Array:
+        """With whole blocks of tokens."""
+        return jnp.pad(x, [(0, 0), (0, -x.shape[1] % to)] + [(0, 0)] * (x.ndim - 2))
+
     q_BTKGh = pad(q.reshape(B, T, K, H // K, h), formula.num_queries)
     first, stop = (pad(x, formula.num_queries) for x in (first, stop))
     k, v = (pad(x, formula.num_keys) for x in (k, v))

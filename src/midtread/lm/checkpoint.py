@@ -238,7 +238,7 @@ def config_of(path: str) -> Config:
 
 def require_same_model(config: Config, path: str) -> None:
     other = config_of(path)
-    free = {"max_target_length", "remat_policy", "attention", "dtype", "weight_dtype",
+    free = {"max_target_length", "remat_policy", "attention", "scan_unroll", "dtype", "weight_dtype",
             "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling"}  # fmt: skip
     if huggingface.folder_in(path):
         free.add("scan_layers")  # its layers are not stacked yet

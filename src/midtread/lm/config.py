@@ -187,6 +187,12 @@ class Model:
     mtp_num_layers: int = key(0, "heads that predict further ahead", at_least=0)
     mtp_loss_scaling_factor: float = key(0.1, "weight of their loss", at_least=0)
     scan_layers: bool = key(True, "one trace for all layers; weights are stacked")
+    scan_unroll: int = key(
+        0,
+        "layers of a scan that are compiled one by one: XLA copies less, and takes longer; 0: "
+        "on a GPU all of up to 8, else 1",
+        at_least=0,
+    )
     remat_policy: Literal["none", "full", "minimal", "quantized"] = key(
         "none",
         "recompute in the backward: nothing, all, all but the matmuls, or all but the codes "

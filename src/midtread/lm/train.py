@@ -56,6 +56,7 @@ FREE = {
     "target_loss", "async_checkpointing", "checkpoint_period",
     "max_num_checkpoints_to_keep", "enable_checkpointing", "base_output_directory",
     "run_name", "model_name", "remat_policy", "attention", "mesh", "jax_cache_dir",
+    "scan_unroll",
     "check_memory",
 }  # fmt: skip
 MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away

@@ -113,9 +113,9 @@ def write(x: jax.Array, like: Any, moment: Moment | None, bits: jax.Array) -> An
     fmt, split, axis = like.format, *_split(like)
     tiles = x.reshape(split)
     absmax = jnp.max(jnp.abs(tiles), axis=axis, keepdims=True)
-    top = fmt.grid.largest if fmt.grid else fmt.codes[1]
-    scale = jnp.where(absmax > 0, absmax, 1) / top
-    units = tiles / scale
+    top = fmt.codes[1] if fmt.codes else fmt.bound
+    largest = jnp.where(absmax > 0, absmax, 1)
+    scale, units = largest / top, tiles * (top / largest)
     chance = (bits.reshape(split).astype(jnp.float32) + 0.5) / 256
     codes = rounding.by_chance(units, fmt, chance)
     if moment.power != 1:  # a second moment

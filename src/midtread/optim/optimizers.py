@@ -82,13 +82,13 @@ def scale_by_adam(
         del params
         count = optax.safe_int32_increment(state.count)
         t = count.astype(jnp.float32)
-        bias = 1 - b1**t, 1 - b2**t
+        grow = 1 / (1 - b1**t), 1 / (1 - b2**t)
 
         def one(path, g, m, v):
             g = g.astype(jnp.float32)
             new_m = b1 * moments.read(m, kinds.first) + (1 - b1) * g
             new_v = b2 * moments.read(v, kinds.second) + (1 - b2) * g**2
-            u = new_m / bias[0] / (jnp.sqrt(new_v / bias[1]) + eps)
+            u = grow[0] * new_m / (jnp.sqrt(grow[1] * new_v) + eps)
             if not is_kept(m) and not is_kept(v):
                 return u, new_m, new_v
             bits = _random(seed, count, path, g.shape)
