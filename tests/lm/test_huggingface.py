@@ -1,5 +1,6 @@
 """Models of transformers, by their logits: tests/interop/fixtures/make_huggingface.py."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -13,9 +14,12 @@ from flax import nnx
 
 from midtread import cli
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures, convert, settings
+from midtread.lm import architectures, convert, data, settings
 from midtread.lm import cache as kv
-from midtread.lm.config import Model
+from midtread.lm import eval as evals
+from midtread.lm.config import Model, UsageError
+from midtread.lm.generate import generate
+from midtread.lm.tokenizer import tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "huggingface"
 NAMES = sorted(p.name for p in ROOT.iterdir() if p.is_dir())
@@ -84,3 +88,83 @@ def test_import_and_export_keep_every_bit(name, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(
         listed(tokens).logits, scanned(tokens).logits, atol=1e-5, rtol=1e-5
     )
+
+
+def test_the_docs_list_every_architecture():
+    page = (pathlib.Path(__file__).parents[2] / "docs/bring-your-model.md").read_text()
+    rows = [f"| `{a.model_type}` | {a.models} |" for a in architectures.ARCHITECTURES]
+    assert "\n".join(rows) in page
+
+
+def test_others_are_refused_with_the_nearest():
+    with pytest.raises(UsageError, match=r"'gemma3' is not among.*gemma3_text"):
+        architectures.settings_of({"model_type": "gemma3"}, "a folder")
+    llama = json.loads((ROOT / "llama2" / "config.json").read_text())
+    for wrong, words in (
+        ({"hidden_act": "relu"}, "hidden_act='relu'; known are silu"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
+        ({"num_key_value_heads": 3}, "is not a multiple of"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            architectures.settings_of({**llama, **wrong}, "a folder")
+
+
+@pytest.fixture
+def talker(tmp_path):
+    """A folder with a tokenizer of words, a beginning, and a template."""
+    tokenizers = pytest.importorskip(
+        "tokenizers", reason="tokenizer.json is its format"
+    )
+    folder = tmp_path / "talker"
+    shutil.copytree(ROOT / "llama2", folder)
+    words = ["<s>", "</s>", "<|user|>", "<|reply|>", *"abcdefghijklmnopqrstuvwxyz .,?!"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({w: i for i, w in enumerate(words)}, [])
+    )
+    made.add_special_tokens(words[:4])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|reply|>{% endif %}"
+    )
+    says = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    about = json.dumps({**says, "chat_template": template})
+    (folder / "tokenizer_config.json").write_text(about)
+    return folder
+
+
+def test_a_model_is_asked_by_its_template_and_judged_by_windows(talker, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a bit of text, to be judged by. " * 3)
+    words = [str(talker), f"dataset_path={text}", "max_target_length=16", "prompt=hi"]
+    ((path, config),) = settings.load_checkpoints(words)
+    codec = tokenizer(config)
+    assert codec.begin == (0,) and codec.stops == (1, 2)  # eos_token; config.json's
+    assert codec.asked("hi") == "<s><|user|>hi<|reply|>"
+    net = convert.load(config, path)
+    made = generate(net, codec, dataclasses.replace(config, max_new_tokens=2))
+    assert made.texts[0].startswith("hi\n")
+    (judged,) = evals.evaluate([(path, config)])
+    assert judged.window == 16 and judged.tokens == 96
+    batches, _ = data.windows(config)
+    rows = np.concatenate([b["inputs"] for b in batches])
+    np.testing.assert_array_equal(rows[:6, 0], 0)  # each begins with <s>
+    logits = [net(b["inputs"], b["positions"]).logits for b in batches]
+    nats = [
+        -jnp.take_along_axis(jax.nn.log_softmax(x), b["targets"][..., None], -1)[..., 0]
+        * b["mask"]
+        for x, b in zip(logits, batches)
+    ]
+    np.testing.assert_allclose(judged.loss, sum(map(jnp.sum, nats)) / 96, rtol=1e-5)
+
+
+def test_a_template_cannot_reach_out(talker):
+    about = json.loads((talker / "tokenizer_config.json").read_text())
+    about["chat_template"] = "{{ messages.__class__.__mro__ }}"
+    (talker / "tokenizer_config.json").write_text(json.dumps(about))
+    ((_, config),) = settings.load_checkpoints([str(talker)])
+    with pytest.raises(UsageError, match="its chat template does not run"):
+        tokenizer(config).asked("hi")

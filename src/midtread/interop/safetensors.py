@@ -135,6 +135,12 @@ def _with_length(header: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to ask but to set it
+    os.umask(mask)
+    return mask
+
+
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[Any]:
     """A file to write, which takes the place of `path` once it is whole."""
@@ -143,6 +149,7 @@ def _replacing(path: str) -> Iterator[Any]:
         try:
             yield file
             file.close()
+            os.chmod(file.name, 0o666 & ~_umask())  # as any new file has it
             os.replace(file.name, path)
         except BaseException:
             file.close()

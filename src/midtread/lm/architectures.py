@@ -17,6 +17,7 @@ an architecture is adding a row, when the model can do it.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +30,6 @@ from midtread.interop.huggingface import Row
 from midtread.lm import model as models
 from midtread.lm import rope
 from midtread.lm.config import Model, UsageError, keys, require
-from midtread.model.rules import did_you_mean
 
 # --- names ------------------------------------------------------------------------------------
 
@@ -407,10 +407,13 @@ def architecture(config: Mapping[str, Any], where: str) -> Architecture:
     assert isinstance(kind, str)
     if kind in BY_TYPE:
         return BY_TYPE[kind]
-    known = ", ".join(str(a) for a in ARCHITECTURES)
+    begins = [k for k in BY_TYPE if k.startswith(kind) or kind.startswith(k)]
+    near = begins[:1] or difflib.get_close_matches(kind, [*BY_TYPE], 1, 0.5)
+    known = ", ".join(map(str, ARCHITECTURES))
+    hint = f"The nearest is {BY_TYPE[near[0]]}." if near else f"There are: {known}."
     raise UsageError(
-        f"{where}: model_type={kind!r} is not among the architectures that can be read. "
-        f"{did_you_mean(kind, BY_TYPE, others=f'There are: {known}.')}"
+        f"{where}: model_type={kind!r:.60} is not among the architectures that can be read. "
+        f"{hint}"
     )
 
 
