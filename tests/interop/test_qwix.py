@@ -5,12 +5,18 @@ import subprocess
 import sys
 import warnings
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import midtread as mt
 from midtread.interop import qwix as place
+from midtread.interop.qwix import matmuls, models, passes
 from midtread.interop.qwix.table import LINKS, MODULES
 from midtread.model import weights
+from midtread.numerics.qarray import calibrate
+from midtread.numerics.spec import Spec
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def test_the_names_are_ours(installed):
         ("qwix._src.core.qarray.quantize_apy", "The nearest is 'quantize_api'"),
         ("qwix._src.core.qarry", "The nearest is 'qarray'"),
         ("qwix._src.core.pallas.get_symmetric_bond", "core.numerics.get_symmetric_bound"),
-        ("qwix._src.aux_data", "There are: averaging, core, flax_util"),
+        ("qwix._src.zzz", "There are: aux_data, averaging, core"),
     ],
 )  # fmt: skip
 def test_unknown_names(installed, name, said):
@@ -147,3 +153,54 @@ def test_importing_is_quick_and_brings_no_extra():
     seconds, new = run("-c", TIME).stdout.splitlines()
     assert float(seconds) < 1
     assert not EXTRAS & set(new.split()), new
+
+
+def test_passes_by_themselves(key):
+    """Forward and backward as Qwix has them apart are those of the op."""
+    x, w, g = (jax.random.normal(k, (4, 4)) for k in jax.random.split(key, 3))
+    numbers = (((1,), (0,)), ((), ()))
+    config = matmuls.DotGeneralQtConfig(
+        lhs_qtype="int8",
+        rhs_qtype="int8",
+        dlhs_grad_qtype="int8",
+        drhs_grad_qtype="int8",
+    )
+    run = lambda x, w: matmuls.dot_general_qt(x, w, numbers, config)
+    ranges = [calibrate(a, Spec("int8", (i,))) for i, a in enumerate((x, w))]
+
+    @jax.jit
+    def both(x, w, ranges, g):
+        out, vjp = jax.vjp(run, x, w)
+        got, residuals = passes.dot_general_qt_fwd(x, w, *ranges, numbers, config)
+        grads = passes.dot_general_qt_bwd(numbers, residuals, g)
+        return (out, *vjp(g)), (got, *grads[:2])
+
+    jax.tree.map(np.testing.assert_array_equal, *both(x, w, ranges, g))
+    out, _ = passes.dot_general_qt_fwd(x, w, None, None, numbers, config)
+    np.testing.assert_allclose(out, x @ w, rtol=1e-6)
+
+
+def test_interceptors_by_hand():
+    sine = models.Interceptor({"jax.numpy.sin": lambda x: x + 1}, 12345)
+    manager = models.interception_manager
+    manager.activate_interceptor(sine)
+    try:
+        assert manager.is_active(sine) and jnp.sin(1.0) == 2
+        off = manager.disable_interception()
+        assert jnp.sin(0.0) == 0
+        manager.enable_interception(off)
+        assert jnp.sin(1.0) == 2
+    finally:
+        manager.deactivate_interceptor(sine)
+    assert jnp.sin(0.0) == 0 and not manager.is_active(sine)
+    with pytest.raises(ValueError, match="is not active"):
+        manager.deactivate_interceptor(sine)
+
+
+def test_what_is_known_of_an_object():
+    x = jnp.ones(3)
+    models.set_aux(x, "a", 1)
+    assert models.get_aux(x, "a") == 1 and models.get_aux(x, "b", 2) == 2
+    models.clear_aux(x)
+    with pytest.raises(KeyError, match="under 'a'"):
+        models.get_aux(x, "a")

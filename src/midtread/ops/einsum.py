@@ -100,7 +100,7 @@ def einsum(
 ) -> jax.Array:
     """`execute(contraction, lhs, rhs)` along the path."""
     terms, output, operands = parse(subscripts, operands)
-    operands = list(_broadcast(terms, operands))
+    operands = list(broadcast(terms, operands))
     terms = list(terms)
     preferred = how.get("preferred")
     for pair in _path(terms, output, operands, optimize):
@@ -178,7 +178,7 @@ def binary(lhs: str, rhs: str, out: str, how: dict) -> Dot:
     return Dot(tuple(lhs), tuple(rhs), tuple(out), (last(lhs), last(rhs)), **how)
 
 
-def _broadcast(terms, operands):
+def broadcast(terms, operands):
     """Repeats an operand whose extent is 1, or divides the others', on a shared label."""
     extents: dict[str, Any] = {}
     for term, x in zip(terms, operands):

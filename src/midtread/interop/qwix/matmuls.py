@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from midtread.interop.qwix.arrays import HowToQuantize, NoiseFn, how_of
 from midtread.model.rules import PARTS, Step
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import calibrate
+from midtread.numerics.platforms import platform
+from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops import api, engine, unrolled
 from midtread.ops import einsum as einsum_
@@ -209,6 +210,45 @@ class EinsumInfo:
         got = [*batch, *alone]
         order = tuple(got.index(x) for x in self.out)
         return None if order == tuple(range(len(order))) else order
+
+
+def sanitize_shape(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Extents that are not known count as 1."""
+    return tuple(n if isinstance(n, int) else 1 for n in shape)
+
+
+def broadcast_operands(
+    operands: Sequence[Operand], operand_subs_list: Sequence[str]
+) -> list[Operand]:
+    """Repeats an operand whose extent is 1, or divides the others', on a shared label."""
+    return list(einsum_.broadcast(operand_subs_list, operands))
+
+
+def get_transpose(
+    dimension_numbers: jax.lax.ConvDimensionNumbers, for_lhs: bool
+) -> list[int | None]:
+    """For each axis of a convolution's result the operand's that a scale may be along."""
+    numbers = dimension_numbers
+    found: list[int | None] = [None] * len(numbers.out_spec)
+    if for_lhs:
+        found[numbers.out_spec[0]] = numbers.lhs_spec[0]
+    else:
+        found[numbers.out_spec[1]] = numbers.rhs_spec[0]
+    return found
+
+
+def mxfp_dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: Any,
+    preferred_element_type: Any = None,
+) -> jax.Array | None:
+    """dot_general of two MX operands on a GPU; None elsewhere, as Qwix has it."""
+    is_mx = [isinstance(x, QArray) and x.format.scale is not None for x in (lhs, rhs)]
+    if platform() != "gpu" or not all(is_mx):
+        return None
+    dtype = preferred_element_type or jnp.float32
+    return api.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=dtype)
 
 
 # --- training ---------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -247,6 +249,40 @@ class SimpleMovingAverage:
         return self._average.range(quant_stat, default_calibration)
 
 
+# --- what is known of an object --------------------------------------------------------------
+
+_known: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # by id
+
+
+def set_aux(obj: Any, key: str, value: Any) -> None:
+    """Notes something of an object that takes no attributes, for as long as it lives."""
+    number = id(obj)
+    known = _known.get(number)
+    if known is None or known[0]() is not obj:
+        ref = weakref.ref(obj, lambda _: _known.pop(number, None))
+        known = _known[number] = (ref, {})
+    known[1][key] = value
+
+
+_NOTHING = object()
+
+
+def get_aux(obj: Any, key: str, default: Any = _NOTHING) -> Any:
+    known = _known.get(id(obj))
+    if known is not None and known[0]() is obj and key in known[1]:
+        return known[1][key]
+    if default is _NOTHING:
+        raise KeyError(f"nothing is known of {obj!r} under {key!r}.")
+    return default
+
+
+def clear_aux(obj: Any) -> None:
+    _known.pop(id(obj), None)
+
+
+ArrayTypeVar = TypeVar("ArrayTypeVar", jax.Array, QArray)
+
+
 # --- interception -----------------------------------------------------------------------------
 
 
@@ -274,6 +310,50 @@ class Interceptor(collections.abc.Mapping):
 _identities: dict[int, QuantizationProvider] = collections.defaultdict(
     lambda: QuantizationProvider([])
 )
+
+
+Function = Callable[..., Any]
+PRIMITIVE_BIND_KEY = "jax._src.core.Primitive.bind"
+
+
+class InterceptionManager:
+    """Which interceptors are at work on this thread; switches them by hand."""
+
+    def __init__(self):
+        self._here = threading.local()
+
+    @property
+    def _entered(self) -> dict[int, contextlib.ExitStack]:
+        if not hasattr(self._here, "entered"):
+            self._here.entered = {}
+        return self._here.entered
+
+    def is_active(self, interceptor: Interceptor) -> bool:
+        return running.is_active(_identities[interceptor.id])
+
+    def activate_interceptor(self, interceptor: Interceptor) -> None:
+        if self.is_active(interceptor):
+            raise ValueError(f"the interceptor {interceptor.id} is active already.")
+        handlers = {intercept.watch(path): fn for path, fn in interceptor.items()}
+        stack = contextlib.ExitStack()
+        stack.enter_context(intercept.active(_identities[interceptor.id], handlers))
+        self._entered[interceptor.id] = stack
+
+    def deactivate_interceptor(self, interceptor: Interceptor) -> None:
+        if interceptor.id not in self._entered:
+            raise ValueError(f"the interceptor {interceptor.id} is not active.")
+        self._entered.pop(interceptor.id).close()
+
+    def disable_interception(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(running.disabled())
+        return stack
+
+    def enable_interception(self, disabled: contextlib.ExitStack) -> None:
+        disabled.close()
+
+
+interception_manager = InterceptionManager()
 
 
 def wrap_func_intercepted(

@@ -3,8 +3,8 @@
 A row is `their name: "module:name"`, below `midtread`. To take in another name, add its row.
 """
 
-_A, _M, _F, _S = (
-    f"interop.qwix.{m}" for m in ("arrays", "matmuls", "models", "sparse")
+_A, _M, _F, _S, _P = (
+    f"interop.qwix.{m}" for m in ("arrays", "matmuls", "models", "sparse", "passes")
 )
 
 _QARRAY = {
@@ -62,6 +62,7 @@ _PTQ = {
     "quantize_act": f"{_F}:quantize_act",
     "create_quantized_param": f"{_F}:create_quantized_param",
     "qarray": f"{_F}:qarray",
+    "ArrayTypeVar": f"{_F}:ArrayTypeVar",
 }
 
 _FLAX_UTIL = {
@@ -130,6 +131,7 @@ MODULES: dict[str, dict[str, str]] = {
         "dot": f"{_M}:loop_dot",
         "einsum": f"{_M}:loop_einsum",
     },
+    "qwix.version": {"__version__": "interop.qwix:VERSION"},
     "qwix.contrib": {},
     "qwix.contrib.sparsity": {},
     "qwix.contrib.sparsity.sparsity_module": {"SparsityModule": f"{_S}:SparsityModule"},
@@ -147,19 +149,29 @@ MODULES: dict[str, dict[str, str]] = {
     "qwix._src.core.dot_general_qt": {
         "DotGeneralQtConfig": f"{_M}:DotGeneralQtConfig",
         "dot_general_qt": f"{_M}:dot_general_qt",
+        "dot_general_qt_fwd": f"{_P}:dot_general_qt_fwd",
+        "dot_general_qt_bwd": f"{_P}:dot_general_qt_bwd",
+        "dot_general_qt_fwd_bwd": f"{_P}:dot_general_qt_fwd_bwd",
     },
     "qwix._src.core.einsum": {
         "einsum": _OPS["einsum"],
         "get_how_to_quantize": f"{_M}:how_in_einsum",
     },
-    "qwix._src.core.einsum_info": {"EinsumInfo": f"{_M}:EinsumInfo"},
+    "qwix._src.core.einsum_info": {
+        name: f"{_M}:{name}" for name in ("EinsumInfo", "broadcast_operands", "sanitize_shape")
+    },
+    "qwix._src.core.mxfp_dot": {"mxfp_dot_general": f"{_M}:mxfp_dot_general"},
+    "qwix._src.aux_data": {name: f"{_F}:{name}_aux" for name in ("get", "set", "clear")},
     "qwix._src.core.conv_general": {
         "conv_general_dilated": _OPS["conv_general_dilated"],
         "get_how_to_quantize": f"{_M}:how_in_conv",
+        "get_transpose": f"{_M}:get_transpose",
     },
     "qwix._src.core.conv_general_qt": {
         "ConvGeneralQtConfig": f"{_M}:ConvGeneralQtConfig",
         "conv_general_qt": f"{_M}:conv_general_qt",
+        "conv_general_qt_fwd": f"{_P}:conv_general_qt_fwd",
+        "conv_general_qt_bwd": f"{_P}:conv_general_qt_bwd",
     },
     "qwix._src.core.ragged_dot": {
         "ragged_dot": _OPS["ragged_dot"],
@@ -168,6 +180,8 @@ MODULES: dict[str, dict[str, str]] = {
     "qwix._src.core.ragged_dot_qt": {
         "RaggedDotQtConfig": f"{_M}:RaggedDotQtConfig",
         "ragged_dot_qt": f"{_M}:ragged_dot_qt",
+        "ragged_dot_qt_fwd": f"{_P}:ragged_dot_qt_fwd",
+        "ragged_dot_qt_bwd": f"{_P}:ragged_dot_qt_bwd",
     },
     "qwix._src.core.sparsity": _SPARSITY,
     "qwix._src.core.stochastic_rounding": {
@@ -182,6 +196,9 @@ MODULES: dict[str, dict[str, str]] = {
     "qwix._src.interception": {
         "disable_interceptions": "model.running:disable_interceptions",
         "Interceptor": f"{_F}:Interceptor",
+        "Function": f"{_F}:Function",
+        "PRIMITIVE_BIND_KEY": f"{_F}:PRIMITIVE_BIND_KEY",
+        "interception_manager": f"{_F}:interception_manager",
         "wrap_func_intercepted": f"{_F}:wrap_func_intercepted",
         "get_attribute": f"{_F}:get_attribute",
         "has_attribute": f"{_F}:has_attribute",
