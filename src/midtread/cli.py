@@ -282,11 +282,33 @@ def _drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _joined(words: Sequence[str]) -> list[str]:
+    """`--steps 5`, as other programs have it, is `steps=5`.
+
+    >>> _joined(["tiny", "--steps", "5", "seed=1"])
+    ['tiny', 'steps=5', 'seed=1']
+    """
+    out: list[str] = []
+    for word in words:
+        before = out[-1] if out else ""
+        is_value = "=" not in word and not word.startswith("-")
+        if before.startswith("--") and "=" not in before and is_value:
+            out[-1] = f"{before[2:]}={word}"
+        else:
+            out.append(word)
+    return out
+
+
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if words else 2
-    verb, rest = words[0], words[1:]
+    if words[0] in ("--version", "-V", "version"):
+        from midtread import __version__
+
+        print(f"midtread {__version__}")
+        return 0
+    verb, rest = words[0], _joined(words[1:])
     if verb not in COMMANDS:
         from midtread.model.rules import did_you_mean
 

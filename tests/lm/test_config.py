@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import midtread as mt
 from midtread import cli
 from midtread.lm import settings
 from midtread.lm.config import Config, Model, UsageError, keys
@@ -187,3 +188,15 @@ def test_every_flag_of_maxtext_is_on_its_page():
     page = pathlib.Path(__file__).parents[2] / "docs" / "from-maxtext.md"
     text = page.read_text()
     assert [flag for flag in FLAGS.split() if flag not in text] == []
+
+
+def test_words_as_other_programs_have_them(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"midtread {mt.__version__}\n"
+    assert cli._joined(["tiny", "--steps", "5", "--seed=1"]) == [
+        "tiny",
+        "steps=5",
+        "--seed=1",
+    ]
+    assert cli.main(["train", "tiny", "--stepz", "5"]) == 2
+    assert "Did you mean 'steps'" in capsys.readouterr().err

@@ -82,6 +82,7 @@ def test_files_of_text(tmp_path, capsys):
     for kind, content, expected in (
         ("jsonl", '{"text": "a"}\n\n[1]\n', "record 1 has no fields: it is \\[1\\]"),
         ("jsonl", "\xff", "bad.jsonl is not text: byte 0"),
+        ("jsonl", "\n", "bad.jsonl has no text: 0 records"),
         ("parquet", "PAR1 no more", "does not read as parquet"),
         ("text", None, "no such file"),
     ):

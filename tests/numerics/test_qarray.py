@@ -301,7 +301,7 @@ def test_scale_dtype_is_applied_after_quantizing(x):
 
 
 def test_printing(x):
-    assert repr(quantize(x, "int8")).startswith("QArray(int8 [4, 6, 8] 0.2 kB (was 0.8")
+    assert repr(quantize(x, "int8")).startswith("QArray(int8 [4, 6, 8] 196 B (was 768")
     assert repr(quantize(x, "nf4", tiled_axes={2: 4})).startswith("QArray(nf4/")
     seen = []
     jax.jit(lambda q: seen.append(repr(q)))(quantize(x, "int8"))
@@ -427,3 +427,27 @@ def test_codes_that_are_floats_map_and_trace():
     np.testing.assert_array_equal(doubled.qvalue, 2 * q.qvalue)
     with pytest.raises(ValueError, match="not a format"):
         dequantize(made)
+
+
+def test_compared_and_taken_back_as_arrays_are(x):
+    q, again = quantize(x, "int8"), quantize(x, "int8")
+    assert (q == again).shape == x.shape and (q == again).all()
+    assert not (q == x).all() and (q == dequantize(q)).all()
+    np.testing.assert_array_equal(q.dequantize(), dequantize(q))
+    shapes = jax.eval_shape(lambda: q)
+    assert shapes == jax.eval_shape(lambda: again) and shapes != jax.eval_shape(
+        lambda: q.T
+    )
+    with pytest.raises(TypeError, match="of float32, which is not quantized"):
+        dequantize(x)
+
+
+def test_small_arrays_are_measured_in_bytes():
+    assert (
+        repr(quantize(jnp.ones((4, 4)), "int8")) == "QArray(int8 [4, 4] 20 B (was 64))"
+    )
+
+
+def test_a_format_that_is_nearly_right():
+    with pytest.raises(ValueError, match="Did you mean 'int8'"):
+        quantize(jnp.ones(4), "int_8")

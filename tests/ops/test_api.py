@@ -249,3 +249,17 @@ def test_masks_are_zeros_and_ones(key):
     counts = np.broadcast_to(np.sum(mask, 0)[:, None], (4, 4))
     np.testing.assert_allclose(grad, counts, rtol=0.02)
     assert np.array_equal(mt.dot(mask, mask), jnp.dot(mask, mask))
+
+
+def test_the_operator(key):
+    """x @ q and q @ x, of JAX's and of NumPy's arrays, are mt.dot and its batches."""
+    w = jax.random.normal(key, (8, 4))
+    q, x = mt.quantize(w, "int8", channelwise_axes=[1]), jnp.ones((2, 8))
+    np.testing.assert_array_equal(x @ q, mt.dot(x, q))
+    np.testing.assert_array_equal(np.asarray(x) @ q, mt.dot(x, q))
+    np.testing.assert_array_equal(q.T @ x.T, mt.dot(q.T, x.T))
+    stacked = mt.quantize(jnp.stack([w, 2 * w]), "int8", channelwise_axes=[0, 2])
+    wanted = jnp.stack([x, x]) @ stacked.dequantize()
+    np.testing.assert_allclose(jnp.stack([x, x]) @ stacked, wanted, rtol=1e-6)
+    with pytest.raises(ValueError, match="no axis for @"):
+        jnp.float32(1) @ q

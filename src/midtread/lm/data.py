@@ -94,6 +94,7 @@ def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
         texts.append(text)
         digest.update(text.encode("utf-8", "replace") + b"\0")
     size = sum(len(t.encode("utf-8", "replace")) for t in texts)
+    require(size, f"{where} has no text: {len(texts)} records, and nothing in them.")
     return Documents(
         texts, {"files": len(texts), "bytes": size, "sha256": digest.hexdigest()}
     )

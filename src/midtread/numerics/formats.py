@@ -16,6 +16,7 @@ takes is the backend's business: `stored_bits` measures it.
 """
 
 import dataclasses
+import difflib
 import functools
 from typing import Any
 
@@ -223,9 +224,11 @@ def as_format(qtype: Any) -> Format:
     name = qtype.lower() if isinstance(qtype, str) else _dtype_name(qtype)
     row = FORMATS.get(ALIASES.get(name, name))
     if row is None:
+        near = difflib.get_close_matches(name, [*FORMATS, *ALIASES], 1, 0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"{qtype!r} is not a format to quantize to. There are: {', '.join(FORMATS)}; "
-            f"and as short names {', '.join(ALIASES)}."
+            f"{qtype!r} is not a format to quantize to. {hint}There are: "
+            f"{', '.join(FORMATS)}; and as short names {', '.join(ALIASES)}."
         )
     return row
 

@@ -40,7 +40,7 @@ _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
     data_fields=list(_PARTS),
     meta_fields=["qtype", "logical"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class QArray:
     """A quantized array: codes, and what they are codes of.
 
@@ -151,6 +151,27 @@ class QArray:
     def __getitem__(self, index) -> "QArray":
         return views.take(self, index)
 
+    def dequantize(self, dtype: Any = None) -> jax.Array:
+        """The float array that the codes stand for: `mt.dequantize`."""
+        return dequantize(self, dtype)
+
+    __array_ufunc__ = None  # NumPy's arrays leave @ and == to us
+
+    def __eq__(self, other: object) -> Any:
+        """As arrays compare: element by element, what the codes stand for. Placeholders
+        (shapes, block specs) are the same or not."""
+        if not isinstance(self.qvalue, jax.Array):
+            return isinstance(other, QArray) and self._fields() == other._fields()
+        return dequantize(self) == (
+            dequantize(other) if isinstance(other, QArray) else other
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._fields())  # arrays have none
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
     def shardings(self, sharding: jax.sharding.NamedSharding) -> "QArray":
         """The NamedSharding of each part when the values have `sharding`: a scale is cut
         along with its values where its extent allows, and whole elsewhere."""
@@ -200,6 +221,8 @@ def _held_bytes(part: Any) -> int:
 
 def _megabytes(q: QArray) -> str:
     was = q.size * q.dtype.itemsize
+    if was < 1e3:
+        return f"{q.nbytes} B (was {was})"
     unit, name = (1e6, "MB") if was >= 1e5 else (1e3, "kB")
     return f"{q.nbytes / unit:.1f} {name} (was {was / unit:.1f})"
 
@@ -426,6 +449,13 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
     Returns:
         An array of the shape that was quantized.
     """
+    if not isinstance(array, QArray):
+        what = getattr(array, "dtype", None)
+        raise TypeError(
+            f"dequantize takes a QArray, not a {type(array).__name__}"
+            + ("" if what is None else f" of {what}, which is not quantized")
+            + ": mt.quantize makes one; of a parameter in a model take box.array."
+        )
     validate(array)
     wide = wide_dtype(array.dtype)
     value = rounding.decode(array.qvalue, array.format).astype(wide)
