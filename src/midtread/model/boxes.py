@@ -8,14 +8,19 @@ to the matmul, where the provider takes it out.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, intercept, running
+from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
+from midtread.ops.api import dot, einsum
 from midtread.ops.lookup import look_up
 
 
@@ -69,12 +74,26 @@ class WithAux:
             if len(shape) == 1 and not isinstance(shape[0], int)
             else shape
         )
-        if tuple(self.shape) != tuple(shape):
+        known = [n for n in shape if n != -1]
+        if len(shape) == self.ndim and all(
+            n in (-1, m) for n, m in zip(shape, self.shape)
+        ):
+            return self
+        if math.prod(known) == 0 or self.size % math.prod(known):
             raise ValueError(
                 "PTQ weights should already have the target shape: this one has "
                 f"{self.shape}, and {shape} is requested."
             )
-        return self
+        try:
+            return flaxlib.unbox(self.array).reshape(shape)
+        except ValueError:  # its tiles do not allow that: then the values
+            return self.__jax_array__().reshape(shape)
+
+    def squeeze(self, axis: Any = None) -> Any:
+        return self.reshape(np.squeeze(np.broadcast_to(0, self.shape), axis).shape)
+
+    def ravel(self) -> Any:
+        return self.reshape(-1)
 
     def __getitem__(self, index: Any) -> Any:
         if index is Ellipsis:
@@ -84,7 +103,10 @@ class WithAux:
             array = flaxlib.unbox(self.array)
             ids = jnp.where(ids < 0, ids + array.shape[0], ids)
             return look_up(array, ids, mode="clip")
-        return self.value.replace(array=flaxlib.unbox(self.array)[index])
+        try:
+            return self.value.replace(array=flaxlib.unbox(self.array)[index])
+        except (ValueError, TypeError):  # what codes and scales cannot follow
+            return self.__jax_array__()[index]
 
     # Turned around, the codes alone go on: `how` is about the parameter as it is stored.
     def transpose(self, *axes) -> Any:
@@ -95,6 +117,22 @@ class WithAux:
 
     T = property(lambda self: flaxlib.unbox(self.array).T)
     mT = property(lambda self: flaxlib.unbox(self.array).mT)
+
+    def get_value(self) -> "WithAux":
+        return self.value
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __jax_array__(self) -> jax.Array:
+        """Its values, for what is no matmul in a model under a provider that serves: there
+        functions of a parameter are computed."""
+        takes_boxes = ["promote_dtype" in a.handlers for a in running.here.active]
+        if not any(takes_boxes):
+            self.__array__()
+        array = flaxlib.unbox(self.array)
+        return dequantize(array) if isinstance(array, QArray) else array
 
     def __array__(self, *_, **__):
         raise TypeError(
@@ -108,5 +146,35 @@ class WithAux:
     def __matmul__(self, other: Any) -> Any:
         return jnp.matmul(self, other)
 
+
+def _product(a: Any, b: Any) -> Any:
+    """`a @ b` where one is a QArray: the provider's while a model runs, else the op's."""
+    if running.any_enabled():
+        return jnp.matmul(a, b)
+    if a.ndim == 0 or b.ndim == 0:
+        raise ValueError("a scalar has no axis for @ to sum over: write mt.dot or *.")
+    if b.ndim <= 2:
+        return dot(a, b)
+    left = "i" if a.ndim > 1 else ""
+    return einsum(f"...{left}j,...jk->...{left}k", a, b)
+
+
+# Here and not in numerics/qarray.py, which knows neither ops nor models.
+QArray.__matmul__ = _product  # pyright: ignore[reportAttributeAccessIssue]
+QArray.__rmatmul__ = lambda self, other: _product(other, self)  # pyright: ignore
+
+
+def _of_values(name: str) -> Callable:
+    """An operator of arrays, on the values of a box."""
+
+    def method(self: WithAux, *others: Any) -> Any:
+        return getattr(self.__jax_array__(), name)(*others)
+
+    return method
+
+
+for _name in ("neg", "pos", "abs", "add", "sub", "mul", "truediv", "floordiv", "mod",
+              "pow", "radd", "rsub", "rmul", "rtruediv", "rpow"):  # fmt: skip
+    setattr(WithAux, f"__{_name}__", _of_values(f"__{_name}__"))
 
 nnx.register_data_type(WithAux)

@@ -67,6 +67,9 @@ PATHS = {
     "flax.nnx.nn.dtypes.promote_dtype": "promote_dtype_nnx",
     "qwix._src.qconfig.get_current_rule": "current_rule",
 }
+# functions that move an array's values and compute nothing: a box goes through them
+RESHAPES = ("reshape", "squeeze", "expand_dims", "ravel")
+COPIES = ((jnp, "astype"), (jnp, "copy"), (jnp, "array"), (lax, "convert_element_type"))
 CASTS = ("asarray", "promote_dtype", "promote_dtype_nnx")
 # jnp functions behind a jit: run without it while a model is active
 JITTED = ("dot", "matmul", "vdot", "inner", "convolve")
@@ -294,9 +297,24 @@ def _catch_operators() -> None:
     for name in ("astype", "reshape"):
         setattr(concrete, name, _noting(getattr(concrete, name)))
     for name in ("transpose", "swapaxes"):
-        method, function = getattr(np.ndarray, name), getattr(np, name)
-        setattr(concrete, name, _noting(getattr(concrete, name), method))
-        setattr(jnp, name, _noting(getattr(jnp, name), function))
+        setattr(
+            concrete, name, _noting(getattr(concrete, name), getattr(np.ndarray, name))
+        )
+    for name in ("transpose", "swapaxes", "moveaxis"):
+        setattr(jnp, name, _noting(getattr(jnp, name), getattr(np, name)))
+    for library, name, turn in (
+        (jnp, "permute_dims", np.transpose),
+        (jnp, "matrix_transpose", lambda a: np.swapaxes(a, -1, -2)),
+        (lax, "transpose", np.transpose),
+        (jnp, "reshape", None),
+        (jnp, "ravel", None),
+        (lax, "reshape", None),
+        *((library, name, None) for library, name in COPIES),
+    ):
+        setattr(library, name, _noting(getattr(library, name), turn))
+    for name in ("squeeze", "expand_dims"):
+        for library in (jnp, lax):
+            setattr(library, name, _opening(getattr(library, name)))
     for name in ("T", "mT"):
         turn = operator.attrgetter(name)
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
@@ -307,18 +325,50 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
 
     @functools.wraps(original)
     def wrapper(a, *args, **kwargs):
-        if _is_boxed(a):  # jnp.transpose(box)
-            return getattr(a, original.__name__)(*args, *kwargs.values())
+        if _is_boxed(a):
+            return _box_moved(original.__name__, turn, a, *args, **kwargs)
         out = original(a, *args, **kwargs)
         if not here.active or isinstance(out, jax.core.Tracer):
             return out
-        axes = None
-        if turn is not None:
-            marked = np.broadcast_to(0, range(2, 2 + a.ndim))  # axis i has extent i + 2
-            axes = tuple(n - 2 for n in turn(marked, *args, **kwargs).shape)
+        axes = None if turn is None else _axes_of(turn, a.ndim, args, kwargs)
         return _noted(out, (a,), axes)
 
     return wrapper
+
+
+def _opening(original: Callable) -> Callable:
+    """`original`, of a box or an array, where a trace does not follow it either: the shape
+    a box is stored in could be the one before or after."""
+
+    @functools.wraps(original)
+    def wrapper(a, *args, **kwargs):
+        if _is_boxed(a):
+            return _box_moved(original.__name__, None, a, *args, **kwargs)
+        return original(a, *args, **kwargs)
+
+    return wrapper
+
+
+def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> Any:
+    """What jnp.transpose and the like make of a box: the same codes, arranged otherwise."""
+    if turn is not None:
+        return box.transpose(_axes_of(turn, box.ndim, args, kwargs))
+    if name in ("astype", "convert_element_type"):
+        dtype = args[0] if args else kwargs.get("dtype", kwargs.get("new_dtype"))
+        return box.astype(dtype)
+    if name == "array":
+        dtype = args[0] if args else kwargs.get("dtype")
+        return box if dtype is None else box.astype(dtype)
+    if name in RESHAPES:
+        like_it = np.broadcast_to(0, box.shape)
+        return box.reshape(getattr(np, name)(like_it, *args, *kwargs.values()).shape)
+    return box
+
+
+def _axes_of(turn: Callable, ndim: int, args: tuple, kwargs: dict) -> tuple[int, ...]:
+    """The axes in the order in which `turn` puts those of NumPy's arrays."""
+    marked = np.broadcast_to(0, range(2, 2 + ndim))  # axis i has extent i + 2
+    return tuple(n - 2 for n in turn(marked, *args, **kwargs).shape)
 
 
 def _operator(name: str, original: Callable) -> Callable:
@@ -394,10 +444,16 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
         yield x, axes
         permutation, child = None, x
         parent = getattr(x, "parent", None)
-        if parent is not None and len(parent.in_tracers) == 1:
+        if parent is not None:
+            turns = _turns(parent.primitive.name, parent.params)
+            if turns is None or len(parent.in_tracers) != 1:
+                return
             (x,) = parent.in_tracers
-            if parent.primitive.name == "transpose":
-                permutation = parent.params["permutation"]
+            if x.size != child.size:
+                return
+            permutation = functools.reduce(
+                lambda p, q: [p[a] for a in q], turns or [None]
+            )
         elif hasattr(x, "get_const"):
             const = x.get_const()
             x = None if const is x else const
@@ -408,6 +464,43 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
                 axes = None if is_reshaped else tuple(permutation[a] for a in axes)
         elif x is not None and getattr(x, "shape", None) != child.shape:
             is_reshaped = True
+
+
+# Primitives whose result is their operand: cast, reshaped, or laid out otherwise.
+MOVES = (
+    "convert_element_type", "reshape", "copy", "name", "stop_gradient",
+    "optimization_barrier", "sharding_constraint", "device_put",
+    "reshard", "mesh_cast", "pvary", "pcast",
+)  # fmt: skip
+
+
+def sources(x: Any) -> Iterator[Any]:
+    """`x`, and what it was computed from by functions of one argument, whatever they do."""
+    while x is not None:
+        yield (x := unwrap(x))
+        parent = getattr(x, "parent", None)
+        if parent is not None:
+            x = parent.in_tracers[0] if len(parent.in_tracers) == 1 else None
+        else:
+            const = x.get_const() if hasattr(x, "get_const") else None
+            x = None if const is x else const
+
+
+def _turns(primitive: str, params: dict[str, Any]) -> list | None:
+    """The permutations among what an equation does to its one operand, which it moves but
+    does not change; None of one that computes something."""
+    if primitive == "transpose":
+        return [params["permutation"]]
+    if primitive in ("jit", "pjit"):
+        jaxpr = params["jaxpr"].jaxpr
+        if len(jaxpr.outvars) != 1:
+            return None
+        found = [
+            _turns(e.primitive.name, e.params) if len(e.invars) == 1 else None
+            for e in jaxpr.eqns
+        ]
+        return None if None in found else [turn for turns in found for turn in turns]
+    return [] if primitive in MOVES else None
 
 
 def unwrap(x: Any) -> Any:

@@ -64,6 +64,14 @@ def search(module: Any, x: Any) -> str | None:
     )
 
 
+def computed_from(module: Any, x: Any) -> str | None:
+    """The name of the parameter that `x` is a function of, and of nothing else."""
+    params = flaxlib.params_of(module).items()
+    names = {id(intercept.unwrap(v)): name for name, v in params}
+    found = (names.get(id(a)) for a in intercept.sources(flaxlib.unbox(x)))
+    return next(filter(None, found), None)
+
+
 def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
     """For an operand that is the parameter `name`: its axis i is the parameter's axes[i].
     None where that cannot be said (a reshape of a transpose)."""

@@ -366,18 +366,3 @@ def learn(
 
 def _train(recipe, ranges, key, site, c, lhs, rhs):
     return train(c, recipe, lhs, rhs, ranges, key, site)
-
-
-def _matmul(a: Operand, b: Operand) -> jax.Array:
-    """`a @ b` where one is a QArray."""
-    if a.ndim == 0 or b.ndim == 0:
-        raise ValueError("a scalar has no axis for @ to sum over: write mt.dot or *.")
-    if b.ndim <= 2:
-        return dot(a, b)
-    left = "i" if a.ndim > 1 else ""
-    return einsum(f"...{left}j,...jk->...{left}k", a, b)
-
-
-# The operator belongs to the ops, which numerics/qarray.py does not know.
-QArray.__matmul__ = _matmul  # pyright: ignore[reportAttributeAccessIssue]
-QArray.__rmatmul__ = lambda self, other: _matmul(other, self)  # pyright: ignore

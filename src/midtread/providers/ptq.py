@@ -23,7 +23,7 @@ from midtread.model.boxes import WithAux
 from midtread.model.provider import OPS, QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import find_param, turn_of
+from midtread.model.weights import computed_from, find_param, turn_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
@@ -50,6 +50,10 @@ class PtqProvider(QuantizationProvider):
         "promote_dtype",
         "promote_dtype_nnx",
     )
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._not_carried: dict[str, set[str]] = {}  # path -> weights that stay float
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         rule = super()._init_rule(rule)
@@ -80,6 +84,10 @@ class PtqProvider(QuantizationProvider):
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
         names = {id(a): self._place(a) for a in args if _is_float(a)}
+        if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
+            self._note_computed(
+                [a for a in args if id(a) in names and not names[id(a)]]
+            )
         ops = Ops(functools.partial(self._serve, rule, op_id, names))
         return getattr(ops, name)(*args, **kwargs)
 
@@ -123,6 +131,9 @@ class PtqProvider(QuantizationProvider):
                     placed = c.place(spec, side)
                     ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
         recipe = Recipe(Fwd(**specs, accumulate=asked.accumulate), mask_clipped=False)
+        if all(isinstance(x, QArray) for x in sides.values()):
+            # Two weights: one of them is quantized for another matmul than this one.
+            sides = {side: dequantize(x) for side, x in sides.items()}
         return train(c, recipe, sides["lhs"], sides["rhs"], Ranges(**ranges))
 
     def _check_format(self, box: WithAux, spec: Spec | None) -> None:
@@ -144,6 +155,14 @@ class PtqProvider(QuantizationProvider):
         if axes is None or not self._is_of_model(module, name):
             return None
         return name, axes
+
+    def _note_computed(self, operands: list[jax.Array]) -> None:
+        """Notes the parameters that operands are functions of: these stay float."""
+        module = intercept.current_module()
+        found = {find_param(module, x) or computed_from(module, x) for x in operands}
+        if found - {None}:
+            held = self._not_carried.setdefault(flaxlib.path_of(module), set())
+            held |= {name for name in found if name is not None}
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
@@ -185,6 +204,10 @@ class PtqProvider(QuantizationProvider):
                 "quantize_params first."
             )
         value = quantize_by_spec(x, how)
+        if name not in flaxlib.params_of(
+            module
+        ):  # a box by now: met twice in this call
+            return value.transpose(axes)
         held, outer = flaxlib.params_of(module)[name], self._outer(module, name)
         made_in = intercept.trace_of(value.qvalue)
         here = made_in is intercept.trace_of(held) or made_in is running.entry_trace()
@@ -213,6 +236,21 @@ class PtqProvider(QuantizationProvider):
                 value = quantize_by_spec(held.reshape(shape), how)
                 flaxlib.replace_param(module, name, WithAux(value, how))
         return super().process_model_output(method_name, model_output)
+
+    def unused_rules_text(self) -> str:
+        """Also of weights that a rule is about and that stay float all the same."""
+        text = super().unused_rules_text()
+        names = [
+            "/".join(filter(None, (path, name)))
+            for path, found in self._not_carried.items()
+            for name in sorted(found)
+        ]
+        if not names:
+            return text
+        return (f"{text}. " if text else "") + (
+            f"weights that stay float: {', '.join(names)}. What is multiplied is computed "
+            "from them, not they themselves: codes follow casts, reshapes and transposes."
+        )
 
     # What a layer does to its parameter before it multiplies.
 

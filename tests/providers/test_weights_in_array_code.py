@@ -1,0 +1,119 @@
+"""A quantized weight meets ordinary array code on the way to its matmul.
+
+Codes follow what moves values; what computes something of a weight is computed, from the
+weight as it is, which stays float with a warning. Never an exception, and no function of a
+parameter is taken for the parameter. All of them are layers of one model, compiled once.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import midtread as mt
+
+SQUARE, STACK = (8, 8), (3, 8, 8)
+MOVED = {
+    "astype": (lambda w: jnp.astype(w, jnp.float32), SQUARE),
+    "narrow": (lambda w: jnp.astype(w, jnp.bfloat16).astype(jnp.float32), SQUARE),
+    "convert": (lambda w: lax.convert_element_type(w, jnp.float32), SQUARE),
+    "array": (jnp.array, SQUARE),
+    "copy": (jnp.copy, SQUARE),
+    "reshape": (lambda w: jnp.reshape(w, SQUARE), (64,)),
+    "ravel": (lambda w: jnp.ravel(w).reshape(SQUARE), SQUARE),
+    "moveaxis": (lambda w: jnp.moveaxis(w, 0, 1), SQUARE),
+    "permute_dims": (lambda w: jnp.permute_dims(w, (1, 0)), SQUARE),
+    "matrix_transpose": (jnp.matrix_transpose, SQUARE),
+    "lax_transpose": (lambda w: lax.transpose(w, (1, 0)), SQUARE),
+    "swapaxes": (lambda w: jnp.swapaxes(w, 0, 1), SQUARE),
+    "T": (lambda w: w.T, SQUARE),
+    "squared": (lambda w: w @ w, SQUARE),
+    "gram": (lambda w: w.T @ w, SQUARE),
+}
+COMPUTED = {
+    "roll": (lambda w: jnp.roll(w, 1, 0), SQUARE),
+    "flip": (jnp.flip, SQUARE),
+    "triu": (jnp.triu, SQUARE),
+    "negative": (lambda w: -w, SQUARE),
+    "tanh": (jnp.tanh, SQUARE),
+    "tanh_T": (lambda w: jnp.tanh(w.T), SQUARE),
+    "abs": (jnp.abs, SQUARE),
+    "square": (lambda w: w**2, SQUARE),
+    "twice": (lambda w: 2.0 * w, SQUARE),
+    "slice": (lambda w: w[:8], (16, 8)),
+    "split": (lambda w: jnp.split(w, 2)[1], (16, 8)),
+    "repeat": (lambda w: jnp.repeat(w, 2, 0), (4, 8)),
+    "unstack": (lambda w: jnp.unstack(w)[1], STACK),
+    "index": (lambda w: w[1], STACK),
+    "traced_index": (lambda w: w[jnp.argmax(jnp.ones(3))], STACK),
+    "squeeze": (lambda w: jnp.squeeze(w, 0), (1, 8, 8)),
+    "squeezed": (lambda w: w.squeeze(0), (1, 8, 8)),
+    "expand": (lambda w: jnp.expand_dims(w, 0)[0], SQUARE),
+}
+CASES = MOVED | COMPUTED
+X = jax.random.normal(jax.random.key(1), (2, 8))
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), len(CASES))
+        for key, (name, (_, shape)) in zip(keys, CASES.items()):
+            setattr(self, name, nnx.Param(jax.random.normal(key, shape)))
+
+    def __call__(self, x):
+        return {name: x @ fn(self.read(name)) for name, (fn, _) in CASES.items()}
+
+    def read(self, name):
+        held = getattr(self, name)
+        return held.get_value() if name in ("astype", "tanh", "T") else held[...]
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        make = nn.initializers.normal(1.0)
+        held = {k: self.param(k, make, shape) for k, (_, shape) in CASES.items()}
+        return {name: x @ fn(held[name]) for name, (fn, _) in CASES.items()}
+
+
+def check(out, wanted, boxed):
+    for name in CASES:
+        error = np.abs(out[name] - wanted[name]).max() / np.abs(wanted[name]).max()
+        assert error < 0.05, (name, error)
+        assert boxed(name) == (name in MOVED), name
+        if name not in MOVED:
+            np.testing.assert_allclose(out[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_nnx(tile):
+    rule = mt.QuantizationRule(weight_qtype="int8", tile_size=tile)
+    model = Nnx()
+    with pytest.warns(UserWarning, match="weights that stay float: .*tanh") as caught:
+        served = mt.quantize_model(model, mt.PtqProvider([rule]), X)
+    text = str(caught[0].message)
+    assert not any(f" {name}," in text for name in MOVED)
+    out = nnx.jit(lambda model, x: model(x))(served, X)
+    boxed = lambda name: isinstance(getattr(served, name), mt.WithAux)
+    check(out, nnx.jit(lambda model, x: model(x))(model, X), boxed)
+
+
+def test_linen():
+    rule = mt.QuantizationRule(weight_qtype="int8")
+    model, served = Linen(), mt.quantize_model(Linen(), mt.PtqProvider([rule]))
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    with pytest.warns(UserWarning, match="weights that stay float: "):
+        shapes = jax.eval_shape(served.init, jax.random.key(0), X)["params"]
+    codes = mt.quantize_params(params, shapes)
+    out = jax.jit(served.apply)({"params": codes}, X)
+    boxed = lambda name: isinstance(codes[name], mt.WithAux)
+    check(out, jax.jit(model.apply)({"params": params}, X), boxed)
+
+
+def test_strict_is_an_error():
+    rule = mt.QuantizationRule(weight_qtype="int8")
+    with pytest.raises(ValueError, match="weights that stay float: "):
+        mt.quantize_model(Nnx(), mt.PtqProvider([rule], strict=True), X)
