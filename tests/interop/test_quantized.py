@@ -5,6 +5,7 @@ The folders in fixtures/ were written by those makers (fixtures/make_layouts.py)
 
 import json
 import pathlib
+import runpy
 import shutil
 
 import jax.numpy as jnp
@@ -134,3 +135,9 @@ def test_what_is_not_read_is_named(tmp_path, name, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         quantized.open_model(path)
     assert str(path) in str(raised.value)
+
+
+def test_the_table_of_the_docs_is_current():
+    benchmarks = pathlib.Path(__file__).parents[2] / "benchmarks"
+    made = runpy.run_path(str(benchmarks / "layouts.py"))
+    assert made["page"]() == made["PAGE"].read_text(), "benchmarks/layouts.py --write"

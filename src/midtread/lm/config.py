@@ -421,6 +421,9 @@ class Decoding:
     export_path: str = key(
         "", "export: where to; unset: beside the run, as <run>-<format>"
     )
+    group_size: int = key(
+        0, "export: columns that share a scale; 0: as the format has it", at_least=0
+    )
     algorithm: str = key(
         "", "quantize: how codes are found, gptq or correct,gptq say; unset: rounded"
     )

@@ -267,11 +267,15 @@ def export(
         source = open_model(origin)
         arrays(origin, section(config, Model))  # refuses what does not fit
     if kind == "hf":
+        require(
+            not config.group_size, "group_size says nothing with format=hf: drop it."
+        )
         return _floats_out(config, source, origin, folder)
     with tempfile.TemporaryDirectory() as held, refusing():
         _write_tokenizer(config, origin, pathlib.Path(held))
         also = sorted(pathlib.Path(held).iterdir())
-        return others.export(source, folder, kind, also=also, say=say)
+        size = config.group_size or None
+        return others.export(source, folder, kind, group_size=size, also=also, say=say)
 
 
 def _floats_out(
