@@ -416,7 +416,7 @@ def _cudnn(call: Call) -> jax.Array:
     out = jax.nn.dot_product_attention(
         call.q, call.k, call.v, None, mask,
         scale=call.scale, is_causal=is_causal,
-        local_window_size=window, implementation="cudnn",
+        local_window_size=window, implementation="cudnn", return_residual=False,
     )  # fmt: skip
     return out[..., :width]
 

@@ -22,7 +22,7 @@ query or key, w width of a value, t and s places in a block of queries and of ke
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def attend(q, k, v, first, stop, scale, softcap=None, sinks=None) -> jax.Array:
     first, stop = (pad(x, formula.num_queries) for x in (first, stop))
     k, v = (pad(x, formula.num_keys) for x in (k, v))
     sinks = jnp.full((H,), LOWEST) if sinks is None else sinks.astype(jnp.float32)
-    out = _attend(formula, q_BTKGh, k, v, first, stop, sinks.reshape(K, H // K))
+    out: Any = _attend(formula, q_BTKGh, k, v, first, stop, sinks.reshape(K, H // K))
     return out[:, :T].reshape(B, T, H, w)
 
 
