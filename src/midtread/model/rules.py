@@ -82,6 +82,15 @@ class QuantizationRule:
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
 
+    def __new__(cls, *_: Any, **fields: Any):
+        """Names a field that does not exist, with the nearest: a dataclass does not."""
+        known = sorted(field_names(cls))
+        for name in fields.keys() - set(known):
+            raise TypeError(
+                f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self):
         try:
             re.compile(self.module_path)
@@ -89,10 +98,8 @@ class QuantizationRule:
             raise ValueError(
                 f"module_path {self.module_path!r} is not a regular expression: {error}."
             ) from None
-        if isinstance(self.op_names, str):
-            raise TypeError(
-                f"op_names takes several names: write ({self.op_names!r},)."
-            )
+        if isinstance(self.op_names, str):  # one name, as Qwix takes it
+            object.__setattr__(self, "op_names", (self.op_names,))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_qtype") and value is not None:
