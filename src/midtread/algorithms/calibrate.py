@@ -361,6 +361,7 @@ class _Work:
         envs = [
             dict(zip(self.program.inputs, self.program.arrays(batch)))
             for batch in self.batches
+            if self.needs_moments  # else nothing has to run
         ]
         floats = [dict(env) for env in envs] if self.needs_floats else []
         for stage in stages(self.program):

@@ -3,8 +3,9 @@
 A row is `their name: "module:name"`, below `midtread`. To take in another name, add its row.
 """
 
-_A, _M, _F, _S, _P = (
-    f"interop.qwix.{m}" for m in ("arrays", "matmuls", "models", "sparse", "passes")
+_A, _M, _F, _S, _P, _C = (
+    f"interop.qwix.{m}"
+    for m in ("arrays", "matmuls", "models", "sparse", "passes", "contrib")
 )
 
 _QARRAY = {
@@ -133,6 +134,35 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "qwix.version": {"__version__": "interop.qwix:VERSION"},
     "qwix.contrib": {},
+    "qwix.contrib.calibration": {
+        name: f"{_C}:{name}"
+        for name in ("CalibrationProvider", "SinglePassCalibrationProvider")
+    },
+    "qwix.contrib.gptq": {
+        "GptqRule": f"{_C}:GptqRule",
+        "GptqCalibrationProvider": f"{_C}:GptqCalibrationProvider",
+        "quantize_params": f"{_C}:gptq_quantize_params",
+    },
+    "qwix.contrib.awq": {
+        "AwqRule": f"{_C}:AwqRule",
+        "AwqCalibrationProvider": f"{_C}:AwqCalibrationProvider",
+        "AwqInferenceProvider": "providers.ptq:PtqProvider",
+        "WithAwqScale": "model.boxes:WithAux",
+        "quantize_params": f"{_C}:awq_quantize_params",
+    },
+    "qwix.contrib.smooth_quant": {
+        "SqRule": f"{_C}:SqRule",
+        "SqCalibrationProvider": f"{_C}:SqCalibrationProvider",
+        "SqInferenceProvider": "providers.ptq:PtqProvider",
+        "WithSqScale": "model.boxes:WithAux",
+        "quantize_params": f"{_C}:sq_quantize_params",
+    },
+    "qwix.contrib.padded_ptq": {  # every QArray is padded to whole tiles where it must be
+        "PaddedPtqProvider": "providers.ptq:PtqProvider",
+        "PaddedQArray": "numerics.qarray:QArray",
+        "quantize_params": f"{_F}:quantize_params",
+        "dequantize": "numerics.qarray:dequantize",
+    },
     "qwix.contrib.sparsity": {},
     "qwix.contrib.sparsity.sparsity_module": {"SparsityModule": f"{_S}:SparsityModule"},
     "qwix._src": {},
