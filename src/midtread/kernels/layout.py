@@ -81,9 +81,14 @@ class Matmul:
         return grouped_matrices(*self.labels, self.groups.rows, self.groups.group)
 
     @functools.cached_property
+    def codes(self) -> tuple[jax.Array, jax.Array]:
+        """Of lhs and rhs."""
+        return codes_of(self.lhs), codes_of(self.rhs)
+
+    @functools.cached_property
     def extents(self) -> dict[str, int]:
-        extents = dict(zip(self.labels[0], codes_of(self.lhs).shape))
-        extents.update(zip(self.labels[1], codes_of(self.rhs).shape))
+        extents = dict(zip(self.labels[0], self.codes[0].shape))
+        extents.update(zip(self.labels[1], self.codes[1].shape))
         if self.groups is not None:
             extents.setdefault(self.groups.group, len(self.groups.sizes))
         return extents

@@ -77,8 +77,8 @@ class QArray:
     def __post_init__(self):
         if self.qtype is None and hasattr(self.qvalue, "dtype"):
             object.__setattr__(self, "qtype", self.qvalue.dtype)
-        elif self.qtype is not None and not _is_wide(self.qtype):
-            object.__setattr__(self, "qtype", formats.as_format(self.qtype).qtype)
+        elif self.qtype is not None:
+            object.__setattr__(self, "qtype", _canonical(self.qtype))
 
     # What it looks like from outside: an array of the scale's dtype.
     @property
@@ -204,6 +204,12 @@ class QArray:
 
 
 _format_of = functools.cache(formats.as_format)
+
+
+@functools.cache
+def _canonical(qtype: Any) -> Any:
+    """A format's own name for itself; wide floats are their own."""
+    return qtype if _is_wide(qtype) else formats.as_format(qtype).qtype
 
 
 def _is_wide(qtype: Any) -> bool:

@@ -89,7 +89,8 @@ class Contraction:
             else:
                 channelwise.append(axis)
         channelwise = tuple(a for a in dict.fromkeys(channelwise) if a not in tiles)
-        return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
+        kinds = tuple(map(type, tiles.values()))  # a tile of 1.0 is not one of 1
+        return _with_axes(spec, channelwise, tuple(tiles.items()), kinds)
 
     def _tiled_label(self, axis: str, side: str, spec: Spec) -> str:
         if axis == "kept":
@@ -154,6 +155,11 @@ class Contraction:
                 `kernels.xla`, which takes every pair of types on every backend.
         """
         raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_axes(spec: Spec, channelwise: tuple, tiles: tuple, kinds: tuple) -> Spec:
+    return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -123,10 +123,15 @@ def _is_low_bit(x: Operand) -> bool:
     return isinstance(x, QArray) or is_code(x)
 
 
+@functools.cache
+def _is_linear(qtype: Any) -> bool:
+    return formats.as_format(qtype).is_linear
+
+
 def is_code(x: Operand) -> bool:
     """Multiplying it as it is makes sense: codes of a linear format, bare or scaled."""
     if isinstance(x, QArray):
-        return x.format.is_linear and x.pre_scale is None and x.global_scale is None
+        return _is_linear(x.qtype) and x.pre_scale is None and x.global_scale is None
     return not is_wide(x.dtype) and x.dtype != jnp.bool_
 
 
@@ -199,7 +204,7 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
         return None
     counts, extents = {}, {}
     for side, labels, x in (("lhs", c.lhs, lhs), ("rhs", c.rhs, rhs)):
-        shape = held(x).shape
+        shape = (x.qvalue if isinstance(x, QArray) else x).shape
         extents.update(zip(labels, shape))
         movable = (*c.kept(side), *c.groups(side))
         for part in (x.scale, x.zero_point) if isinstance(x, QArray) else ():

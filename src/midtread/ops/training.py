@@ -183,7 +183,8 @@ def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
 
 
 def _summed_axes(c: Contraction, side: str) -> tuple[int, ...]:
-    return tuple(a for a, label in enumerate(c.labels(side)) if label in c.summed)
+    labels, summed = c.labels(side), c.summed
+    return tuple(a for a, label in enumerate(labels) if label in summed)
 
 
 def _wants_gradient(x: _Residual) -> bool:

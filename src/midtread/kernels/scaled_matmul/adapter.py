@@ -58,7 +58,7 @@ def _sides(a: Matmul) -> tuple[_Side, _Side, Labels, bool]:
 
 def why_not_codes(a: Matmul) -> str | None:
     """Why wgmma cannot multiply these operands' codes; None if it can."""
-    left, right = codes_of(a.lhs).dtype.name, codes_of(a.rhs).dtype.name
+    left, right = a.codes[0].dtype.name, a.codes[1].dtype.name
     is_float8 = left in FLOAT8 and right in FLOAT8
     if (left, right) != ("int8", "int8") and not is_float8:
         return f"it multiplies {left} by {right}: int8 by int8 or float8 by float8 are"
@@ -132,6 +132,8 @@ class Columns(NamedTuple):
 def plan_columns(a: Matmul, env: Env) -> Columns | Refusal:
     if a.tiles:
         return Refusal("its scales vary within the sum")
+    if not a.stored:
+        return Refusal("its codes were written for this matmul, as rows")
     reason = _why_not(a)
     if reason is not None:
         return Refusal(reason)

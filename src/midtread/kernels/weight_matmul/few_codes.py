@@ -45,7 +45,10 @@ class FewCodes(NamedTuple):
 
 
 def plan(a: Matmul, env: Env) -> FewCodes | Refusal:
-    sizes = _num_kept(a.lhs, a.labels[0], a), _num_kept(a.rhs, a.labels[1], a)
+    if a.matrices is not None:
+        sizes = a.sizes[:2]
+    else:
+        sizes = _num_kept(a.lhs, a.labels[0], a), _num_kept(a.rhs, a.labels[1], a)
     side = 0 if a.groups is not None else int(sizes[1] < sizes[0])
     few, other = (a.lhs, a.rhs) if side == 0 else (a.rhs, a.lhs)
     if a.groups is None and sizes[side] > MAX_ROWS:
@@ -90,7 +93,10 @@ def _bears_bfloat16(a: Matmul) -> bool:
     rounded to it, for a result in bfloat16. A zero point makes them values, and so does a
     scale within the sum."""
     operands = a.lhs, a.rhs
-    if any(formats.dtype_bits(layout.codes_of(x).dtype) > 8 for x in operands):
+    if (
+        formats.dtype_bits(a.codes[0].dtype) > 8
+        or formats.dtype_bits(a.codes[1].dtype) > 8
+    ):
         return False
     if np.dtype(a.dtype) == jnp.bfloat16:
         return True
