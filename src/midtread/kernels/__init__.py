@@ -24,6 +24,7 @@ Around them:
     */adapter.py       from matrices to a plan for a kernel, or why not
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json
+    decoding.py        how each kind of kernel decodes each format, a table
     triton_words.py    codes read 16 bits at a time, for Triton
     hopper/            what the kernels for Hopper are made of
     block_specs.py     QArrays as arguments of a user's own Pallas kernel

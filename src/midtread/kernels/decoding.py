@@ -263,13 +263,11 @@ class Decoder:
     """How one container of codes is decoded; None for a kind of kernel that cannot."""
 
     plain: Callable  # bytes in int8 -> a tuple of planes
-    words: Callable[[int], str] | None = None  # of the number of a plane
-    nibbles: Callable[[Format, np.dtype, int], str] | None = (
-        None  # to a dtype, by a shift
-    )
+    words: Callable[[int], str] | None = None  # the number of a plane -> PTX
+    nibbles: Callable[[Format, np.dtype, int], str] | None = None  # dtype, shift -> PTX
     floats: str | None = None  # PTX for Triton: four bytes -> four float32
     rows: str | None = None
-    units: tuple[int, ...] = ()  # of an integer's bits in $0 and in $1; () for others
+    units: tuple[int, ...] = ()  # what an integer's lowest bit is worth in $0, $1
 
 
 TABLE_OF_16 = "a table of 16"

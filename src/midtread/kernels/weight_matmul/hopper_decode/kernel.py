@@ -25,10 +25,11 @@ a multiplication that was not waited for: a block is decoded in at least two pie
 is begun only the multiplication of the piece before it may still run.
 
 Programs that share a column form a cluster, if clusters of that size can run for all columns at
-once: they send each other their sums, and scale, cast and write the result (exchange.py). Multiprocessors sit in groups of 18 less some, which differ by chip; an H200 was
-seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8. With one too many the time
-is doubled. Where more must share a column, pairs write float32 parts, which XLA adds up in
-whatever it does next.
+once: they send each other their sums, and scale, cast and write the result (exchange.py).
+A cluster must lie within one of the chip's groups of up to 18 multiprocessors, whose sizes differ
+from chip to chip; an H200 was seen to run 66 clusters of 2 at once, 30 of 4, 17 of 6 and 15 of 8.
+One cluster too many doubles the time. Where more programs must share a column, pairs write
+float32 parts, which XLA adds up in whatever it does next.
 """
 
 import functools
