@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import midtread as mt
+from midtread.kernels.decoding import as_bytes
 from midtread.kernels.environment import implementation
-from midtread.kernels.hopper.decoding import as_bytes
 from midtread.kernels.weight_matmul.hopper_decode.kernel import decode_matmul
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill

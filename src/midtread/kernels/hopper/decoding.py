@@ -43,7 +43,6 @@ import numpy as np
 from midtread.kernels import decoding
 from midtread.numerics.formats import Format
 
-as_bytes = decoding.as_bytes
 TABLE = (256, 32)  # the shape of what `pairs` returns, in words of 4 bytes
 TABLE_BYTES = 256 * 32 * 4
 

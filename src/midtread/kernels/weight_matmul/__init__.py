@@ -11,12 +11,14 @@ triton_grouped.py    few rows of each group on any NVIDIA GPU
 triton_tuned.py      their block sizes, from <device>.json
 """
 
-# Formats that the kernels decode, and how many rows are few: of a group, on average.
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "nf4")
-MAX_ROWS = 64
+from midtread.kernels import decoding
+
+FORMATS = decoding.formats("rows")
+MAX_ROWS = 64  # how many rows are few; of a group, on average
 
 
 def why_not_format(name: str) -> str | None:
+    """Why no kernel decodes this format; None if one does."""
     if name in FORMATS:
         return None
     return f"{name} has no kernel: {', '.join(FORMATS)} have"

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.kernels import triton_words
+from midtread.kernels import decoding, triton_words
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.hopper import decoding
 from midtread.kernels.layout import Matmul
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (

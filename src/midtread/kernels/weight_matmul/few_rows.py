@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.hopper import decoding
 from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (
