@@ -1,6 +1,9 @@
 """Models into the folders and files of others, tensor by tensor, and back."""
 
+import importlib.util
 import json
+import pathlib
+import sys
 import tracemalloc
 
 import jax
@@ -214,3 +217,15 @@ def test_a_tree_of_ours_is_exported(tmp_path):
     back = huggingface.read(read, table)["layers/up/kernel"]
     np.testing.assert_array_equal(mt.dequantize(back), mt.dequantize(q))
     np.testing.assert_array_equal(back.qvalue, q.qvalue)
+
+
+@pytest.mark.slow
+def test_four_gigabytes_need_less_than_one_and_a_half():
+    stream = pathlib.Path(__file__).parents[2] / "benchmarks" / "stream.py"
+    spec = importlib.util.spec_from_file_location("stream", stream)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["stream"] = module  # for the process that is started
+    spec.loader.exec_module(module)
+    sys.path.insert(0, str(stream.parent))
+    _, most = module.run(4.0, "w4a16")["export"]
+    assert most < 1.5e9
