@@ -8,10 +8,10 @@ and one weight at a time is solved for, given what was collected.
     weight.py     a weight of any contraction as a stack of matrices
     clip.py       scales by least weighted error
     gptq.py       codes by error feedback, then descent on codes and scales
-    correct.py    targets that make up for errors of earlier layers, and biases
+    correct.py    targets that make up for errors of earlier layers
     smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
     hqq.py        zero points and scales without data
-    learn_rounding.py    codes by gradient descent on the output
     calibrate.py  all of it: float model and data in, quantized model out
+    report.py     what that did to every weight
     search.py     which layer hurts, and which format each should have
 """

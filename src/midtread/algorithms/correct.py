@@ -1,4 +1,4 @@
-"""Correct: targets that make up for the errors of the layers before, and biases.
+"""Correct: targets that make up for the errors of the layers before.
 
 The inputs X of a layer in the quantized model are not the inputs X' of the float one. The
 weight that gives the float layer's output from what now comes in, in the least squares, is
@@ -8,8 +8,6 @@ weight that gives the float layer's output from what now comes in, in the least 
 and quantizing that instead of W corrects the layers before (QEP, Arai & Ichikawa 2025;
 GPTAQ, Li et al. 2025, feeds the same term back row by row). A part of the way is often
 better than all of it: C is known from few tokens, and the correction is fitted to them.
-
-A bias takes what is left in the mean: the mean input times the error of the weight.
 """
 
 import functools
