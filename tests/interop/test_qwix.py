@@ -13,8 +13,8 @@ import pytest
 import midtread as mt
 from midtread.interop import qwix as place
 from midtread.interop.qwix import matmuls, models, passes
+from midtread.interop.qwix.models import _find_param, replace_find_param
 from midtread.interop.qwix.table import LINKS, MODULES
-from midtread.model import weights
 from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
 
@@ -27,7 +27,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     place.install()
     yield importlib.import_module("qwix")
-    weights.replace_finder(None)
+    replace_find_param(None)
     for name in [n for n in sys.modules if n.partition(".")[0] == "qwix"]:
         del sys.modules[name]
 
@@ -78,9 +78,9 @@ def test_replacing_a_name_reaches_us_or_is_said(installed):
     util = importlib.import_module("qwix._src.utils.flax_util")
     original = util.find_param
     util.find_param = lambda x, kind=None: "found"
-    assert weights.find_param(None, None) == "found"
+    assert mt.QtProvider([]).find_param(None, None) == "found"
     util.find_param = original
-    assert weights._finder is None
+    assert mt.QtProvider.find_param is _find_param
     qarray = importlib.import_module("qwix._src.core.qarray")
     with pytest.warns(UserWarning, match="does not ask for it"):
         qarray.dequantize = None

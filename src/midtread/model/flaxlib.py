@@ -26,6 +26,7 @@ from flax import nnx
 from midtread.model import intercept, running
 from midtread.model.running import path_of
 from midtread.numerics.qarray import QArray
+from midtread.ops.context import here
 
 nnx.register_data_type(QArray)
 
@@ -51,13 +52,18 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 def unbox(x: Any) -> Any:
     """The array inside metadata boxes and variables, without applying constraints."""
-    if _is_plain(x):
-        return x  # most of the time
-    if isinstance(x, nnx.Variable):
+    sort = _sort(type(x))
+    if sort == "array":
+        return x
+    if sort == "tracer":
+        if type(x.aval) is jax.core.ShapedArray or not isinstance(x, nnx.Variable):
+            return x
+        sort = "variable"
+    if sort == "variable":
         return unbox(x.get_raw_value())
-    if isinstance(x, nn.Partitioned):
+    if sort == "partitioned":
         return unbox(x.unbox(apply_constraint=False))
-    if isinstance(x, nn.meta.AxisMetadata):
+    if sort == "metadata":
         return unbox(x.unbox())
     leaves, tree = jax.tree.flatten(x, is_leaf=_is_unboxable)
     if not any(map(_is_unboxable, leaves)):
@@ -66,15 +72,26 @@ def unbox(x: Any) -> Any:
 
 
 def _is_unboxable(x: Any) -> bool:
-    return not _is_plain(x) and isinstance(x, nn.meta.AxisMetadata | nnx.Variable)
+    sort = _sort(type(x))
+    if sort != "tracer":
+        return sort in ("variable", "partitioned", "metadata")
+    return type(x.aval) is not jax.core.ShapedArray and isinstance(x, nnx.Variable)
 
 
-def _is_plain(x: Any) -> bool:
-    """An array of no more than numbers. Asked first, for `isinstance(x, nnx.Variable)` of
-    an array being traced is slow, and what tracing a model would spend its time on."""
-    if isinstance(x, jax.core.Tracer):
-        return type(x.aval) is jax.core.ShapedArray
-    return isinstance(x, jax.Array) and not isinstance(x, nnx.Variable)
+@functools.cache
+def _sort(kind: type) -> str:
+    """Which sort of thing instances of a class are. Asked of the class, for `isinstance(x,
+    nnx.Variable)` is slow, and what tracing a model would spend its time on."""
+    sorts = {
+        "tracer": jax.core.Tracer,
+        "variable": nnx.Variable,
+        "array": jax.Array,
+        "partitioned": nn.Partitioned,
+        "metadata": nn.meta.AxisMetadata,
+    }
+    return next(
+        (name for name, base in sorts.items() if issubclass(kind, base)), "tree"
+    )
 
 
 def params_of(module: Any) -> dict[str, Any]:
@@ -341,7 +358,8 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
     def method(self, *args, **kwargs):
         if self.scope is None or running.is_active(provider):
             return original(self, *args, **kwargs)
-        with intercept.active(provider, provider.handlers()), running.entered(self):
+        handlers = provider.handlers()
+        with intercept.active(provider, handlers, self), running.entered(self):
             model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
             with nn.intercept_methods(_enter_linen):
                 out = original(model, *args, **kwargs)
@@ -354,7 +372,7 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
 
 
 def _enter_linen(next_fn, args, kwargs, context):
-    if context.method_name == "__call__":
+    if context.method_name == "__call__" and "module" in here.names:
         out = running.offer("module", context.module, next_fn, args, kwargs)
         if out is not NotImplemented:
             return out
@@ -367,6 +385,7 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
     for path, module in nnx.iter_modules(model):
         cls = getattr(type(module), "_unquantized_type", type(module))
         fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
+        fields["_path_text"] = "/".join(map(str, path))
         # as Qwix has them, for model.set_attributes and for those who read them
         fields |= {"qwix_path": path, "disable_quant_stats_update": False, RNGS: None}
         for name, original in _nnx_methods(cls):
@@ -393,7 +412,7 @@ def _nnx_methods(cls: type):
 def _nnx_method(original: Callable, name: str) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        if name == "__call__":
+        if name == "__call__" and "module" in here.names:
             run = functools.partial(original, self)
             out = running.offer("module", self, run, args, kwargs)
             if out is not NotImplemented:
@@ -418,7 +437,9 @@ def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
         if running.is_active(provider):
             with running.entered(self):
                 return original(self, *args, **kwargs)
-        with intercept.active(provider, provider.handlers()), running.entered(self):
+        handlers = provider.handlers()
+        with intercept.active(provider, handlers, self), running.entered(self):
+            provider.begin_call(self)
             model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
             out = original(model, *args, **kwargs)
             return provider.process_model_output(name, out)

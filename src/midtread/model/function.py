@@ -29,6 +29,7 @@ from midtread.model import intercept, running
 from midtread.model.provider import QuantizationProvider
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
+from midtread.ops.context import here
 
 
 def quantize_function(
@@ -84,7 +85,8 @@ def quantize_function(
             )
         _follow_scopes()
         root = Scope((), _weights(args[params_argnum]), dict(rngs or {}), {})
-        with intercept.active(provider, provider.handlers()), running.entered(root):
+        handlers = provider.handlers()
+        with intercept.active(provider, handlers, root), running.entered(root):
             _, args, kwargs = provider.process_model_inputs(root, args, kwargs)
             out = fn(*args, **kwargs)
             return provider.process_model_output(_name(fn), out)
@@ -100,7 +102,7 @@ class Scope:
     """Stands where a module stands elsewhere: a path, the parameters, random streams."""
 
     def __init__(self, path: tuple[str, ...], params: dict, rngs: dict, known: dict):
-        self._path = path
+        self._path, self._path_text = path, "/".join(path)
         self._params_here = params  # of the whole function: a scope owns none
         self._rngs = rngs
         self._known = known  # path -> Scope: one each, so that ops count on
@@ -153,12 +155,6 @@ def _weights(params: Any) -> dict[str, Any]:
 # --- scopes -----------------------------------------------------------------------------------
 
 
-class _Open(threading.local):
-    def __init__(self):
-        self.scopes: list[contextlib.ExitStack | None] = []
-
-
-_open = _Open()
 _lock = threading.Lock()
 _followed: list[type] = []
 
@@ -174,12 +170,12 @@ def _follow_scopes() -> None:
         @functools.wraps(enter)
         def __enter__(self):
             out = enter(self)
-            _open.scopes.append(_entered(self.name))
+            here.scopes.append(_entered(self.name))
             return out
 
         @functools.wraps(leave)
         def __exit__(self, *error):
-            inner = _open.scopes.pop() if _open.scopes else None
+            inner = here.scopes.pop() if here.scopes else None
             if inner is not None:
                 inner.close()
             return leave(self, *error)

@@ -6,6 +6,7 @@ gets new code, so that every alias of it is caught (nnx.Linear keeps one). Funct
 JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one that, while
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
 
+    OPS                      every function that is caught, one row each
     active(provider, ...)    a provider's handlers apply, on this thread (running.py)
     dispatch(name, ...)      what a function of JAX's does now
     watch(path)              calls of any function, by its dotted path
@@ -20,78 +21,87 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 
 from midtread.model import running
-from midtread.model.running import here
 from midtread.numerics.qarray import QArray
-from midtread.ops.untouched import is_running
+from midtread.ops.context import here
 
-# name a provider handles -> where JAX keeps the function
-PLAIN = {
-    "dot_general": lax.dot_general,
-    "conv_general_dilated": lax.conv_general_dilated,
-    "ragged_dot": lax.ragged_dot,
-    "ragged_dot_general": lax.ragged_dot_general,
-    "einsum": jnp.einsum,
-    "lax_dot": lax.dot,
-    "tensordot": jnp.tensordot,
-    "take": jnp.take,
-    "asarray": jnp.asarray,
-    # Not contractions: where a layer looks at a parameter before it multiplies.
-    "param": nn.Module.param,
-    "promote_dtype": nn.dtypes.promote_dtype,
-    "promote_dtype_nnx": nnx.nn.dtypes.promote_dtype,
-}
-# dotted path -> name a provider handles, where they are not the same
-PATHS = {
-    "jax.lax.dot_general": "dot_general",
-    "jax.lax.conv_general_dilated": "conv_general_dilated",
-    "jax.lax.ragged_dot": "ragged_dot",
-    "jax.lax.ragged_dot_general": "ragged_dot_general",
-    "jax.lax.dot": "lax_dot",
-    "jax.numpy.einsum": "einsum",
-    "jax.numpy.tensordot": "tensordot",
-    "jax.numpy.take": "take",
-    "jax.numpy.asarray": "asarray",
-    "flax.linen.Module.param": "param",
-    "flax.linen.dtypes.promote_dtype": "promote_dtype",
-    "flax.nnx.nn.dtypes.promote_dtype": "promote_dtype_nnx",
-    "qwix._src.qconfig.get_current_rule": "current_rule",
-}
+
+class Op(NamedTuple):
+    """A function that reaches providers while a model runs."""
+
+    path: str  # where JAX or Flax keeps it
+    kind: str
+    # of a spelling of a matmul: lax.dot_general's dimension numbers, from the two ranks
+    numbers: Callable[[int, int], Any] | None = None
+
+
+CONTRACTION = "a contraction: providers handle it under its own name"
+SPELLING = "a matmul in other words: it becomes a dot_general"
+BEHIND_JIT = "the same behind a jit, which is left out while a model runs"
+LOOK_UP = "rows of a table"
+CAST = "where a layer casts a parameter before it multiplies"
+PARAM = "where a layer asks for a parameter"
+RULE = "a question of a kernel's"
+
+_ROWS_BY_COLUMNS = lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ()))
+#   the name under which a provider handles it
+OPS = {
+    "dot_general": Op("jax.lax.dot_general", CONTRACTION),
+    "einsum": Op("jax.numpy.einsum", CONTRACTION),
+    "conv_general_dilated": Op("jax.lax.conv_general_dilated", CONTRACTION),
+    "ragged_dot": Op("jax.lax.ragged_dot", CONTRACTION),
+    "ragged_dot_general": Op("jax.lax.ragged_dot_general", CONTRACTION),
+    "lax_dot": Op("jax.lax.dot", SPELLING, lambda a, b: (((a - 1,), (0,)), ((), ()))),
+    "tensordot": Op("jax.numpy.tensordot", SPELLING),
+    "dot": Op("jax.numpy.dot", BEHIND_JIT, _ROWS_BY_COLUMNS),
+    "matmul": Op("jax.numpy.matmul", BEHIND_JIT, _ROWS_BY_COLUMNS),
+    "inner": Op("jax.numpy.inner", BEHIND_JIT, lambda a, b: (((a - 1,), (b - 1,)), ((), ()))),
+    "vdot": Op("jax.numpy.vdot", BEHIND_JIT),
+    "convolve": Op("jax.numpy.convolve", BEHIND_JIT),
+    "take": Op("jax.numpy.take", LOOK_UP),
+    "asarray": Op("jax.numpy.asarray", CAST),
+    "promote_dtype": Op("flax.linen.dtypes.promote_dtype", CAST),
+    "promote_dtype_nnx": Op("flax.nnx.nn.dtypes.promote_dtype", CAST),
+    "param": Op("flax.linen.Module.param", PARAM),
+    "current_rule": Op("qwix._src.qconfig.get_current_rule", RULE),
+}  # fmt: skip
+
+
+def of_kind(*kinds: str) -> tuple[str, ...]:
+    """The names of the ops of some kinds."""
+    return tuple(name for name, op in OPS.items() if op.kind in kinds)
+
+
+CONTRACTIONS = of_kind(CONTRACTION)
+_NAMES = {op.path: name for name, op in OPS.items() if op.kind != BEHIND_JIT}
+_CASTS = of_kind(CAST)
+JITTED = of_kind(BEHIND_JIT)
+# a jitted function's own code, where a box is looked for: somebody may have imported it
+_BEHIND_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
 # functions that move an array's values and compute nothing: a box goes through them
 RESHAPES = ("reshape", "squeeze", "expand_dims", "ravel")
 COPIES = ((jnp, "astype"), (jnp, "copy"), (jnp, "array"), (lax, "convert_element_type"))
-CASTS = ("asarray", "promote_dtype", "promote_dtype_nnx")
-# jnp functions behind a jit: run without it while a model is active
-JITTED = ("dot", "matmul", "vdot", "inner", "convolve")
-# name -> one of them, in whose code a box is looked for: somebody may have imported it
-BEHIND_JIT = {f"jnp.{name}": name for name in ("dot", "matmul", "inner")}
-# spellings of a matmul -> the dimension numbers of lax.dot_general, from the two ranks
-SPELLINGS = {
-    "dot": lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ())),
-    "matmul": lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ())),
-    "inner": lambda a, b: (((a - 1,), (b - 1,)), ((), ())),
-    "lax_dot": lambda a, b: (((a - 1,), (0,)), ((), ())),
-}
 
 _originals: dict[str, Callable] = {}
 _install_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def active(provider: Any, handlers: dict[str, Callable]) -> Iterator[None]:
+def active(
+    provider: Any, handlers: dict[str, Callable], model: Any = None
+) -> contextlib.AbstractContextManager:
+    """A provider's handlers apply inside, in a call of `model`."""
     install()
-    with running.active(provider, handlers, trace_of(lax.full((), 0.0))):
-        yield
+    entry = trace_of(lax.full((), 0.0))
+    return running.active(running.Call(provider, handlers, model, entry))
 
 
 def current_module() -> Any:
@@ -109,19 +119,21 @@ def current_module() -> Any:
 
 def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
     """What JAX's function `name` does now."""
-    if not is_running():
-        if name in ("lax_dot", "tensordot") and running.any_enabled():
-            spelled = _as_dot_general(name, *args, **kwargs)
-            if spelled is not None:
-                with running.late(name == "lax_dot"):
-                    return dispatch("dot_general", *spelled)
-        if name in BEHIND_JIT and any(map(_is_boxed, args)) and running.any_enabled():
-            return _product_of_boxes(BEHIND_JIT[name], args, kwargs)
+    if not here.active or here.engine or here.closed:
+        return _originals[name](*args, **kwargs)
+    if name in ("lax_dot", "tensordot") and running.any_enabled():
+        spelled = _as_dot_general(name, *args, **kwargs)
+        if spelled is not None:
+            with running.late(name == "lax_dot"):
+                return dispatch("dot_general", *spelled)
+    if name in _BEHIND_JIT and any(map(_is_boxed, args)) and running.any_enabled():
+        return _product_of_boxes(_BEHIND_JIT[name], args, kwargs)
+    if name in here.names:
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out
     out = _originals[name](*args, **kwargs)
-    if name in CASTS and here.active:
+    if name in _CASTS:
         return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
     return out
 
@@ -149,7 +161,9 @@ def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
         return None
     if a.ndim == 0 or b.ndim == 0 or rest:
         return None
-    return (a, b, SPELLINGS[name](a.ndim, b.ndim)), options
+    numbers = OPS[name].numbers
+    assert numbers is not None  # tensordot's are found above
+    return (a, b, numbers(a.ndim, b.ndim)), options
 
 
 def _tensordot_numbers(a, b, *rest, axes):
@@ -171,9 +185,10 @@ def install() -> None:
     with _install_lock:
         if _originals:
             return
-        found = {name: _swap_code(name, fn) for name, fn in PLAIN.items()}
-        for name, spelling in BEHIND_JIT.items():
-            found[name] = _swap_code(name, inspect.unwrap(getattr(jnp, spelling)))
+        plain = [n for n, op in OPS.items() if op.kind not in (BEHIND_JIT, RULE)]
+        found = {name: _swap_code(name, _function(name)) for name in plain}
+        for name, spelling in _BEHIND_JIT.items():
+            found[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
@@ -198,7 +213,7 @@ def swapped(name: str, fn: Any) -> Callable[[], None]:
 
 def watch(path: str) -> str:
     """The name under which calls of the function at a dotted path reach handlers."""
-    name = PATHS.get(path, path)
+    name = _NAMES.get(path, path)
     if "." not in name:  # one of ours
         return name
     install()
@@ -225,6 +240,11 @@ def resolve(path: str) -> tuple[Any, str]:
         found = getattr(found, part)
     getattr(found, parts[-1])
     return found, parts[-1]
+
+
+def _function(name: str) -> Any:
+    """JAX's or Flax's own function for an op of the table."""
+    return getattr(*resolve(OPS[name].path))
 
 
 def _dispatching(name: str, fn: Any) -> Callable:
@@ -259,9 +279,9 @@ def _without_jit(jitted: Any) -> Callable:
 
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
-        if not running.any_enabled() or is_running():
+        if not running.any_enabled():
             return jitted(*args, **kwargs)
-        if name in SPELLINGS and any(map(_is_boxed, args)):
+        if OPS[name].numbers and any(map(_is_boxed, args)):
             return _product_of_boxes(name, args, kwargs)
         return jitted.__wrapped__(*args, **kwargs)
 
@@ -328,7 +348,7 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
         if _is_boxed(a):
             return _box_moved(original.__name__, turn, a, *args, **kwargs)
         out = original(a, *args, **kwargs)
-        if not here.active or isinstance(out, jax.core.Tracer):
+        if not here.active or here.engine or isinstance(out, jax.core.Tracer):
             return out
         axes = None if turn is None else _axes_of(turn, a.ndim, args, kwargs)
         return _noted(out, (a,), axes)
@@ -374,7 +394,7 @@ def _axes_of(turn: Callable, ndim: int, args: tuple, kwargs: dict) -> tuple[int,
 def _operator(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self, other):
-        if running.any_enabled() and not is_running() and hasattr(other, "shape"):
+        if running.any_enabled() and hasattr(other, "shape"):
             pair = (self, other) if name == "__matmul__" else (other, self)
             return jnp.matmul(*pair)
         return original(self, other)
@@ -392,7 +412,7 @@ def _indexing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self, index):
-        if running.any_enabled() and not is_running():
+        if running.any_enabled():
             ids = row_indices(index)
             rows = (
                 NotImplemented if ids is None else running.offer("getitem", self, ids)
@@ -414,12 +434,12 @@ def row_indices(index: Any) -> Any:
 
 def _opaque(make: Callable) -> Callable:
     """A kernel maker whose kernels are never touched, now or when they run later."""
+    untouched = running.disable_interceptions(make)
 
     @functools.wraps(make)
     def wrapper(*args, **kwargs):
-        with running.disabled():
-            made = make(*args, **kwargs)
-        return running.disable_interceptions(made) if callable(made) else made
+        kernel = untouched(*args, **kwargs)
+        return running.disable_interceptions(kernel) if callable(kernel) else kernel
 
     return wrapper
 
@@ -443,7 +463,7 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
         x = unwrap(x)
         yield x, axes
         permutation, child = None, x
-        parent = getattr(x, "parent", None)
+        parent = x.parent if _has(type(x), "parent") else None
         if parent is not None:
             turns = _turns(parent.primitive.name, parent.params)
             if turns is None or len(parent.in_tracers) != 1:
@@ -454,7 +474,7 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
             permutation = functools.reduce(
                 lambda p, q: [p[a] for a in q], turns or [None]
             )
-        elif hasattr(x, "get_const"):
+        elif _has(type(x), "get_const"):
             const = x.get_const()
             x = None if const is x else const
         else:
@@ -503,16 +523,28 @@ def _turns(primitive: str, params: dict[str, Any]) -> list | None:
     return [] if primitive in MOVES else None
 
 
+@functools.cache
+def _has(kind: type, name: str) -> bool:
+    """Whether a class has an attribute; asking its tracers would take longer."""
+    return hasattr(kind, name)
+
+
 def unwrap(x: Any) -> Any:
     """The value below the wrappings of grad and vmap."""
-    while isinstance(x, jax.core.Tracer):
-        if hasattr(x, "primal"):
-            x = x.primal
-        elif hasattr(x, "batch_dim"):
-            x = x.val
-        else:
-            break
+    while (wrapped := _wrapped_in(type(x))) is not None:
+        x = getattr(x, wrapped)
     return x
+
+
+@functools.cache
+def _wrapped_in(kind: type) -> str | None:
+    """The attribute of a tracer of grad or vmap that holds the value it wraps. Asked of the
+    class, for a tracer without the attribute takes its time to say so."""
+    if not issubclass(kind, jax.core.Tracer):
+        return None
+    if hasattr(kind, "primal"):
+        return "primal"
+    return "val" if hasattr(kind, "batch_dim") else None
 
 
 def trace_of(x: Any) -> Any:
@@ -522,12 +554,10 @@ def trace_of(x: Any) -> Any:
 
 def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
     """Remembers which array a cast or transpose was made from, for this call of the model."""
-    pairs = (
-        [(out, args[0])] if len(args) == 1 or hasattr(out, "dtype") else zip(out, args)
-    )
-    for made, source in pairs:
-        if made is not source and hasattr(made, "dtype"):
-            made, source = unwrap(made), unwrap(source)
-            if made is not source:
-                here.casts[id(made)] = (made, source, axes)
+    is_one = not isinstance(out, list | tuple)
+    for cast, source in [(out, args[0])] if is_one else zip(out, args):
+        if cast is not source and hasattr(cast, "dtype"):
+            cast, source = unwrap(cast), unwrap(source)
+            if cast is not source:
+                here.casts[id(cast)] = (cast, source, axes)
     return out

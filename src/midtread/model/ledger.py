@@ -18,7 +18,6 @@ from midtread.model import flaxlib, intercept, jaxprs, operands
 from midtread.model.boxes import WithAux
 from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
-from midtread.model.provider import OPS
 from midtread.model.rules import recipe_of
 from midtread.model.weights import ADAPTERS, find_param
 from midtread.numerics.formats import dtype_bits
@@ -68,7 +67,7 @@ class Witness:
         return self._scope(path)
 
     def handle(self, name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
-        if name not in (*OPS, LOOKUP):
+        if name not in (*intercept.CONTRACTIONS, LOOKUP):
             return handler(*args, **kwargs)
         found = [_weight_of(a, self.known) for a in args if hasattr(a, "shape")]
         op = _Op(name, [w for w in found if w])

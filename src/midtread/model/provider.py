@@ -19,7 +19,6 @@ import dataclasses
 import difflib
 import functools
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,19 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
 from midtread.model.rules import QuantizationRule, as_rules, recipe_of
+from midtread.model.weights import find_param
 from midtread.ops import witness
+from midtread.ops.context import here
 
-OPS = (
-    "dot_general",
-    "einsum",
-    "conv_general_dilated",
-    "ragged_dot",
-    "ragged_dot_general",
-)
 LATE = 100  # the first number of a matmul that Qwix does not count
 
 # methods that a subclass of Qwix's providers may override -> what to do instead
@@ -62,7 +55,7 @@ class QuantizationProvider:
     # subclass with rules of its own to see to that. `refusal` says why, and what to write.
     honours: frozenset[str] | None = None
     refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
-    ops: tuple[str, ...] = OPS
+    ops: tuple[str, ...] = intercept.CONTRACTIONS
     named_only: tuple[str, ...] = (
         "take",
     )  # ops that a rule without op_names passes by
@@ -84,7 +77,6 @@ class QuantizationProvider:
         self._rule_matches = [0] * len(self._rules)
         self._paths: dict[str, set[str]] = {}  # every path seen, in order, and its ops
         self._initial_run_complete = False
-        self._counts = threading.local()
         self.disable_jit = (
             disable_jit  # accepted for Qwix's sake: nothing here depends on it
         )
@@ -136,13 +128,9 @@ class QuantizationProvider:
     def get_intercept_map(self) -> dict[str, Callable]:
         """{"jax.lax.dot_general": self.dot_general, ...}. A subclass may add functions of
         its own: `return super().get_intercept_map() | {"jax.numpy.tanh": self.tanh}`."""
-        path = {name: path for path, name in intercept.PATHS.items()}
-        found = {
-            path.get(name, name): getattr(self, name)
-            for name in self.ops
-            if hasattr(self, name)
-        }
-        return {**found, path["current_rule"]: self._rule_for}
+        path = lambda name: intercept.OPS[name].path if name in intercept.OPS else name
+        methods = {path(n): getattr(self, n) for n in self.ops if hasattr(self, n)}
+        return {**methods, path("current_rule"): self._rule_for}
 
     def surroundings(self) -> contextlib.AbstractContextManager:
         """Entered around every call of the model."""
@@ -208,7 +196,7 @@ class QuantizationProvider:
             self._rule_matches[index] += 1
         if only_rule:
             return rule, None
-        counter, late = self._counter(module), running.is_late()
+        counter, late = self._counter(module), here.is_late
         if not repeated_call:
             counter[op_name, late] += 1
         op_id = f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
@@ -224,34 +212,29 @@ class QuantizationProvider:
 
     def _counter(self, module: Any) -> collections.Counter:
         """Ops seen per module in this call; Linen modules that share a scope share it."""
-        if not hasattr(self._counts, "by_module"):
-            self._counts.by_module = {}
         owner = module.scope if isinstance(module, nn.Module) else module
-        held = self._counts.by_module.setdefault(
-            id(owner), (owner, collections.Counter())
-        )
-        return held[1]
+        counters = running.call_of(self).counters
+        return counters.setdefault(id(owner), (owner, collections.Counter()))[1]
+
+    def find_param(self, module: Any, x: Any) -> str | None:
+        """The name of the parameter of `module` that an operand is; None for an activation."""
+        return find_param(module, x)
 
     # Around a call of the model.
+
+    def begin_call(self, model: Any) -> None:
+        """Called when a model starts to run, before its inputs are looked at."""
 
     def process_model_inputs(
         self, model: Any, model_args: Sequence[Any], model_kwargs: dict[str, Any]
     ):
-        """Called before the model; may change what it is called with. `self` may be None:
-        then every provider at work counts the ops of an NNX `model` anew."""
-        if self is not None:
-            self._counts.by_module = {}
-            return model, model_args, model_kwargs
-        for provider in running.active_providers():
-            for _, module in nnx.iter_modules(model):
-                getattr(provider._counts, "by_module", {}).pop(id(module), None)
+        """Called before the model; may change what it is called with."""
         return model, model_args, model_kwargs
 
     def process_model_output(self, method_name: str, model_output: Any) -> Any:
         """Called after the model; may change what it returns."""
         first = not self._initial_run_complete
         self._initial_run_complete = True
-        self._counts.by_module = {}
         if first:
             self._report_unused()
         return model_output
@@ -302,7 +285,6 @@ class QuantizationProvider:
             if isinstance(value, dict | list):  # what it learns of a model
                 setattr(made, name, copy.copy(value))
         made._rule_matches, made._paths = [0] * len(self._rules), {}
-        made._counts = threading.local()
         made._initial_run_complete = True
         made.__dict__.pop("_cache_number", None)
         return made

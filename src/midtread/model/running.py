@@ -1,51 +1,47 @@
 """Running: the quantized model at work on this thread.
 
-    active_providers()    whose handlers apply, the outermost first
-    entered(module)       a module's method is running: which rule applies depends on it
-    offer(name, ...)      the handlers' answer, for callers that have a plan B
-    disabled()            nothing is touched: inside handlers, kernels and engine
+    active(provider, ...)     its handlers apply: a model was called
+    entered(module)           a module's method is running, which decides on the rule
+    offer(name, ...)          the handlers' answer, for callers that have a plan B
+    disabled()                nothing is touched: inside handlers, kernels and engine
+    call_of(provider)         what it has noted in this call of its model
 
-While a model runs, its provider is part of jit's cache key (jax.make_user_context), so
-that a trace of the float model never serves the quantized one, nor the reverse. Modules
-that match different rules differ in the key too.
+All of it is kept in one record, ops/context.py's `here`, whose frozen part is in jit's cache
+key: modules that match different rules never share a trace.
 """
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from flax import linen as nn
 
 from midtread.ops import witness
+from midtread.ops.context import Key, here, keyed
 
 _numbers = itertools.count(1)
-_cache_key = jax.make_user_context(default_value=None)
 
 
-class _Thread(threading.local):
-    def __init__(self):
-        self.active: list[Active] = []
-        self.modules: list[Any] = []
-        self.entries: list[Any] = []  # per active model: the trace it was called in
-        # id of a cast array -> (it, what it was made from, how it was turned)
-        self.casts: dict[int, Any] = {}
-        self.is_late = False
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A provider at work: one call of a model of its own."""
 
-
-here = _Thread()
-
-
-class Active:
-    """A provider at work on this thread."""
-
-    def __init__(self, provider: Any, handlers: dict[str, Callable]):
-        self.provider = provider
-        self.handlers = handlers
-        self.enabled = True
+    provider: Any
+    handlers: dict[str, Callable] = dataclasses.field(default_factory=dict)
+    model: Any = None  # that was called; None if only functions were wrapped
+    entry: Any = None  # the trace it was called in
+    is_enabled: bool = True
+    # id of a module -> (it, ops seen in it); id() of one that is gone may be used again
+    counters: dict[int, tuple[Any, collections.Counter]] = dataclasses.field(
+        default_factory=dict
+    )
+    notes: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # the provider's own
 
 
 def cache_number(provider: Any) -> int:
@@ -55,45 +51,65 @@ def cache_number(provider: Any) -> int:
     return provider._cache_number
 
 
-def active_providers() -> list[Any]:
-    return [a.provider for a in here.active]
+def call_of(provider: Any) -> Call:
+    """The call that a provider is at work in; without one, what it notes on this thread."""
+    for call in here.active:
+        if call.provider is provider:
+            return call
+    return here.alone.setdefault(cache_number(provider), Call(provider))
 
 
 def is_active(provider: Any) -> bool:
-    return any(a.provider is provider for a in here.active)
+    return any(call.provider is provider for call in here.active)
 
 
 @contextlib.contextmanager
-def active(provider: Any, handlers: dict[str, Callable], entry: Any) -> Iterator[None]:
-    """`handlers` apply, in a model that was called in the trace `entry`."""
-    outer_modules, here.modules = here.modules, []
-    here.entries.append(entry)
-    here.active.append(Active(provider, handlers))
+def active(call: Call) -> Iterator[None]:
+    """Its handlers apply inside."""
+    outer = here.modules, here.closed, here.names, [c.is_enabled for c in here.active]
+    if here.closed:  # for those outside; this one was called inside
+        for around in here.active:
+            around.is_enabled = False
+    here.modules, here.closed = [], 0
+    here.active.append(call)
+    here.names = here.names | call.handlers.keys()
     try:
-        with provider.surroundings(), keyed():
+        with call.provider.surroundings(), keyed(_key()):
             yield
     finally:
         here.active.pop()
-        here.entries.pop()
-        here.modules = outer_modules
+        here.modules, here.closed, here.names, enabled = outer
+        for around, was_enabled in zip(here.active, enabled):
+            around.is_enabled = was_enabled
         if not here.active:
             here.casts.clear()
 
 
-@contextlib.contextmanager
-def entered(module: Any) -> Iterator[None]:
-    here.modules.append(module)
-    try:
-        with keyed(), witness.place(lambda: path_of(module)):
-            yield
-    finally:
+class entered:  # entered for every module, so not a generator
+    """`with entered(module)`: a method of it is running."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __enter__(self) -> None:
+        here.modules.append(self._module)
+        self._inner = [keyed(_key())]
+        if here.witness is not None:
+            self._inner.append(here.witness.place(path_of(self._module)))
+        for inner in self._inner:
+            inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for inner in reversed(self._inner):
+            inner.__exit__(*error)
         here.modules.pop()
 
 
 def path_of(module: Any) -> str:
     """'encoder/layers/0'; '' for the root."""
-    linen = isinstance(module, nn.Module)
-    return "/".join(map(str, module.path if linen else getattr(module, "_path", ())))
+    if isinstance(module, nn.Module):
+        return "/".join(module.path)
+    return getattr(module, "_path_text", "")
 
 
 def entered_module() -> Any:
@@ -107,48 +123,56 @@ def current_path() -> str:
 
 
 def entry_trace() -> Any:
-    """The trace in which the model was called."""
-    return here.entries[-1] if here.entries else None
+    """The trace in which the innermost model was called."""
+    return here.active[-1].entry if here.active else None
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Nothing is intercepted inside, on this thread."""
-    before = [a.enabled for a in here.active]
-    for a in here.active:
-        a.enabled = False
+    here.closed += 1
     try:
-        with keyed():
+        with keyed(_key()):
             yield
     finally:
-        for a, enabled in zip(here.active, before):
-            a.enabled = enabled
+        here.closed -= 1
 
 
 def disable_interceptions(fn: Callable) -> Callable:
-    """`fn`, untouched by whatever provider is active when it runs."""
+    """A function that runs as it is written, whatever provider is active around it.
+
+    >>> import jax.numpy as jnp
+    >>> router = disable_interceptions(jnp.dot)  # stays in float under every rule
+    >>> router(jnp.ones(2), jnp.ones(2)).item()
+    2.0
+
+    Args:
+        fn: any function; inside it no op reaches a provider.
+
+    Returns:
+        `fn` with the same signature.
+    """
 
     @functools.wraps(fn)
     def wrapper(*args, **kwargs):
+        if not here.active:
+            return fn(*args, **kwargs)
         with disabled():
             return fn(*args, **kwargs)
 
     return wrapper
 
 
-def keyed():
+def _key() -> Key | None:
     """jit's cache key for the providers enabled now, and the rules that apply here."""
-    key = tuple(
-        (cache_number(a.provider), a.provider.rules_here(), witness.key())
-        for a in here.active
-        if a.enabled
+    if not here.active or here.closed:
+        return None
+    models = tuple(
+        (cache_number(call.provider), call.provider.rules_here())
+        for call in here.active
+        if call.is_enabled
     )
-    return _cache_key(key or None)
-
-
-def is_late() -> bool:
-    """Whether the op being handled is spelled in a way that Qwix does not see."""
-    return here.is_late
+    return Key(models, here.watched) if models else None
 
 
 @contextlib.contextmanager
@@ -163,26 +187,31 @@ def late(is_so: bool = True) -> Iterator[None]:
 
 def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """What the first handler of that name returns; NotImplemented if there is none."""
-    for a in here.active:
-        if a.enabled and name in a.handlers:
-            a.enabled = False
+    if here.closed or here.engine:
+        return NotImplemented
+    for call in here.active:
+        if call.is_enabled and name in call.handlers:
+            call.is_enabled = False
             try:
-                with keyed():
-                    out = witness.handle(name, a.handlers[name], args, kwargs)
+                with keyed(_key()):
+                    out = witness.handle(name, call.handlers[name], args, kwargs)
             finally:
-                a.enabled = True
+                call.is_enabled = True
             if out is not NotImplemented:
                 return out
     return NotImplemented
 
 
 def any_enabled() -> bool:
-    return any(a.enabled for a in here.active)
+    """Whether an op that is called now may reach a provider."""
+    if not here.active or here.closed or here.engine:
+        return False
+    return any(call.is_enabled for call in here.active)
 
 
 def ask(name: str, *args: Any) -> Any:
     """Asks the outermost active provider; None if there is none."""
-    for a in here.active:
-        if name in a.handlers:
-            return a.handlers[name](*args)
+    for call in here.active:
+        if name in call.handlers:
+            return call.handlers[name](*args)
     return None

@@ -6,8 +6,6 @@ an argument of a jit inside the model has lost its origin: there, and only there
 of the shape of a float parameter counts as one.
 """
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,40 +15,8 @@ from midtread.model import flaxlib, intercept, running
 ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
 
-class _Asked(threading.local):
-    module: Any = None  # of the question at hand
-
-
-_asked = _Asked()
-_finder: Callable[[Any], str | None] | None = None
-
-
 def find_param(module: Any, x: Any) -> str | None:
     """The name of the parameter that `x` is, or a transpose of; None for an activation."""
-    if _finder is None:
-        return search(module, x)
-    before, _asked.module = _asked.module, module
-    try:
-        return _finder(x)
-    finally:
-        _asked.module = before
-
-
-def replace_finder(finder: Callable[[Any], str | None] | None) -> None:
-    """Lets `finder(x)` answer from now on, for all; None undoes it. It may `search` the
-    `asked_module()` for the answer it would otherwise have been."""
-    global _finder
-    _finder = finder
-
-
-def asked_module() -> Any:
-    """The module that a finder is being asked about."""
-    found = _asked.module
-    return intercept.current_module() if found is None else found
-
-
-def search(module: Any, x: Any) -> str | None:
-    """`find_param` itself."""
     params = {k: v for k, v in flaxlib.params_of(module).items() if hasattr(v, "shape")}
     by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
     last = x

@@ -247,6 +247,12 @@ class Dot(Contraction):
 
 def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
     """The contraction of lax.dot_general's dimension numbers."""
+    numbers = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
+    return _dot(numbers, lhs_ndim, rhs_ndim, **how)
+
+
+@functools.lru_cache(maxsize=1024)  # layers look alike
+def _dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
     _check_numbers(dimension_numbers, lhs_ndim, rhs_ndim)
     lhs = {a: f"k{i}" for i, a in enumerate(lhs_sum)} | {

@@ -35,8 +35,8 @@ from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.ops import witness
+from midtread.ops.context import is_running, untouched
 from midtread.ops.contraction import Contraction, lay_over
-from midtread.ops.untouched import is_running, untouched
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
 MIN_TILE = 128

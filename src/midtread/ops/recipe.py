@@ -21,6 +21,7 @@ AQT writes drhs as (g, lhs): its `drhs.lhs` is our `drhs.g`, its `drhs.rhs` our
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -142,7 +143,14 @@ class Recipe:
             "drhs.lhs": self.drhs.lhs, "drhs.g": self.drhs.g,
         }  # fmt: skip
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash  # asked for at every matmul that is traced
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.fwd, self.dlhs, self.drhs, self.mask_clipped, self.sparsity))
+
+    @functools.cached_property
     def is_random(self) -> bool:
         """Needs a key."""
         specs = [slot for slot in self.slots.values() if isinstance(slot, Spec)]

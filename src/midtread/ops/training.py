@@ -29,10 +29,10 @@ from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops import witness
+from midtread.ops.context import untouched
 from midtread.ops.contraction import Contraction
 from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
-from midtread.ops.untouched import untouched
 
 OUT, KEPT = "quantized_out", "quantized_lhs"
 

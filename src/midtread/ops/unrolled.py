@@ -17,9 +17,9 @@ from midtread.kernels import xla
 from midtread.numerics.dtypes import wide_dtype
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops.api import Ops
+from midtread.ops.context import untouched
 from midtread.ops.contraction import Dot
 from midtread.ops.engine import Operand, apply_scales, held, is_code, result_dtype
-from midtread.ops.untouched import untouched
 
 
 @untouched

@@ -1,6 +1,6 @@
 """Witness: who wants to know which contractions run, and how.
 
-Nobody, as a rule, and then each question below costs one look at a thread's variable.
+Nobody, as a rule, and then each question below costs one look at the thread's context.
 `mt.explain` does: while it traces a model, it is told
 
     place(path)                       which module's method is running
@@ -13,56 +13,50 @@ The last three wrap what they are told of, so that a witness can mark its equati
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from midtread.ops.context import here
+
 PREFIX = "midtread#"  # of the names of scopes that a witness opens
 
-
-class _Watched(threading.local):
-    by: Any = None
-    number: int | None = None
-
-
-_watched = _Watched()
 _numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
 def watched(by: Any) -> Iterator[None]:
     """`by` is told of all that runs inside, on this thread."""
-    before = _watched.by, _watched.number
-    _watched.by, _watched.number = by, next(_numbers)
+    before = here.witness, here.watched
+    here.witness, here.watched = by, next(_numbers)
     try:
         yield
     finally:
-        _watched.by, _watched.number = before
+        here.witness, here.watched = before
 
 
 def key() -> int | None:
-    """Part of jit's cache key: a trace made unwatched has no marks."""
-    return _watched.number
+    """The number of the witness, None if nobody watches."""
+    return here.watched
 
 
 def place(path: Callable[[], str]) -> contextlib.AbstractContextManager:
-    if _watched.by is None:
+    if here.witness is None:
         return contextlib.nullcontext()
-    return _watched.by.place(path())
+    return here.witness.place(path())
 
 
 def handle(name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
-    if _watched.by is None:
+    if here.witness is None:
         return handler(*args, **kwargs)
-    return _watched.by.handle(name, handler, args, kwargs)
+    return here.witness.handle(name, handler, args, kwargs)
 
 
 def rule(index: int | None, op_id: str | None) -> None:
-    if _watched.by is not None:
-        _watched.by.rule(index, op_id)
+    if here.witness is not None:
+        here.witness.rule(index, op_id)
 
 
 def contraction(c: Any, recipe: Any, lhs: Any, rhs: Any, run: Callable) -> Any:
-    if _watched.by is None:
+    if here.witness is None:
         return run()
-    return _watched.by.contraction(c, recipe, lhs, rhs, run)
+    return here.witness.contraction(c, recipe, lhs, rhs, run)

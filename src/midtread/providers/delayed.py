@@ -44,7 +44,6 @@ from flax import nnx
 from midtread.model import flaxlib, intercept
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule
-from midtread.model.weights import find_param
 from midtread.numerics import calibration
 from midtread.numerics.calibration import AmaxHistory
 from midtread.numerics.dtypes import is_wide
@@ -174,7 +173,7 @@ class DelayedFp8Provider(QtProvider):
         module = intercept.current_module()
         state = _unflatten(_variables(module, op_id, self._length))
         forward, backward = (as_format(fmt).bound for fmt in FP8[self._fnuz])
-        recipe = _recipe(self._fnuz, *_methods(rule, module, lhs, rhs))
+        recipe = _recipe(self._fnuz, *self._methods(rule, module, lhs, rhs))
         margin, ranges, after = self._margin, {}, {}
         for side, x, spec in (
             ("lhs", lhs, recipe.fwd.lhs),
@@ -196,6 +195,22 @@ class DelayedFp8Provider(QtProvider):
         out = train(c, recipe, lhs, rhs, Ranges(**ranges))
         return _record(out, {k: state[k] for k in after}, after)
 
+    def _methods(
+        self, rule: QtRule, module: Any, lhs, rhs
+    ) -> tuple[str, str, str, str]:
+        """Calibrations of lhs, rhs, g for dlhs and g for drhs."""
+        by_role = {
+            True: rule.weight_calibration_method,
+            False: rule.act_calibration_method,
+        }
+        is_weight = lambda x: (
+            not isinstance(x, QArray) and bool(self.find_param(module, x))
+        )
+        same = len(set(by_role.values())) == 1
+        lhs, rhs = (by_role[not same and is_weight(x)] for x in (lhs, rhs))
+        drhs = (rule.additional_qt_config or {}).get(DRHS, rule.bwd_calibration_method)
+        return lhs, rhs, rule.bwd_calibration_method, drhs
+
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         """Adds the state that a first run would, as it is before it."""
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
@@ -208,16 +223,6 @@ class DelayedFp8Provider(QtProvider):
                         for k, v in made.arrays().items()
                     }
                     setattr(module, name, AmaxState(first))
-
-
-def _methods(rule: QtRule, module: Any, lhs, rhs) -> tuple[str, str, str, str]:
-    """Calibrations of lhs, rhs, g for dlhs and g for drhs."""
-    by_role = {True: rule.weight_calibration_method, False: rule.act_calibration_method}
-    is_weight = lambda x: not isinstance(x, QArray) and bool(find_param(module, x))
-    same = len(set(by_role.values())) == 1
-    lhs, rhs = (by_role[not same and is_weight(x)] for x in (lhs, rhs))
-    drhs = (rule.additional_qt_config or {}).get(DRHS, rule.bwd_calibration_method)
-    return lhs, rhs, rule.bwd_calibration_method, drhs
 
 
 @functools.cache

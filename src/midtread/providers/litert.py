@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import operator
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +80,6 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             fixed_range_for_outputs, "fixed_range_for_outputs"
         )
         self.left_float: dict[tuple[str, str], str] = {}  # (path, op) -> why
-        self._local = threading.local()
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         check_rule(rule)
@@ -185,14 +183,13 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
 
     @property
     def _edges(self) -> Edges:
-        return self._local.edges
+        return running.call_of(self).notes.setdefault("edges", Edges())
 
     def _module(self):
         return intercept.current_module()
 
     def process_model_inputs(self, model, args, kwargs):
         model, args, kwargs = super().process_model_inputs(model, args, kwargs)
-        self._local.edges = Edges()
         with running.disabled():
             for path, value in flaxlib.all_params(model):
                 self._tag(value, path)
@@ -213,7 +210,6 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             output = jax.tree.map(
                 functools.partial(self._model_output, f"{name}_output"), output
             )
-        self._local.edges = Edges()
         return super().process_model_output(method_name, output)
 
     def _model_output(self, name: str, x: Any) -> Any:

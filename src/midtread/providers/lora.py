@@ -34,7 +34,7 @@ from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names
-from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden, turn_of
+from midtread.model.weights import ADAPTERS, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
@@ -289,7 +289,7 @@ class LoraProvider(PtqProvider):
         rule = self._rule_for(op)
         if not isinstance(rule, LoraRule):
             return None
-        found = _weight_of(intercept.current_module(), x)
+        found = _weight_of(self, intercept.current_module(), x)
         return None if found is None else (rule, *found)
 
     def _add_delta(
@@ -439,10 +439,10 @@ def _variable(module: Any, name: str) -> Any:
     return getattr(module, name, None)
 
 
-def _weight_of(module: Any, x: Any) -> tuple[str, Any] | None:
+def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] | None:
     """(name, turn) of the parameter that `x` is, in a box or not."""
     if not isinstance(x, WithAux | QArray):
-        name = find_param(module, x) if hasattr(x, "shape") else None
+        name = provider.find_param(module, x) if hasattr(x, "shape") else None
         return None if name is None else (name, turn_of(module, name, x))
     in_linen = isinstance(module, nn.Module)
     held = module.variables.get("params", {}) if in_linen else vars(module)

@@ -20,10 +20,10 @@ from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
-from midtread.model.provider import OPS, QuantizationProvider
+from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import computed_from, find_param, turn_of
+from midtread.model.weights import computed_from, turn_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
@@ -42,7 +42,7 @@ class PtqProvider(QuantizationProvider):
 
     honours = field_names(QtRule)  # those of the backward say nothing about serving
     ops = (
-        *OPS,
+        *intercept.CONTRACTIONS,
         "take",
         "getitem",
         "asarray",
@@ -150,7 +150,7 @@ class PtqProvider(QuantizationProvider):
         """(name, axes) of the parameter that x is, None for an activation: axis i of x is
         the parameter's axes[i]."""
         module = intercept.current_module()
-        name = find_param(module, x)
+        name = self.find_param(module, x)
         axes = None if name is None else turn_of(module, name, x)
         if axes is None or not self._is_of_model(module, name):
             return None
@@ -171,24 +171,18 @@ class PtqProvider(QuantizationProvider):
             return False
         if not isinstance(module, nn.Module) or module.is_initializing():
             return True
-        root = getattr(self._counts, "root", None)
+        root = running.call_of(self).model
         if root is None:  # called by a module itself, not by a model under the provider
             return True
         inside = module.path[len(root.path) :]
         return value_at(root.variables.get("params"), (*inside, name)) is not None
-
-    def process_model_inputs(self, model: Any, model_args, model_kwargs):
-        if self is not None:
-            self._counts.root = model
-        call = QuantizationProvider.process_model_inputs
-        return call(self, model, model_args, model_kwargs)
 
     def _outer(self, module: Any, name: str) -> Any:
         """The model's own module where `module` is a stand-in for it that a transform made,
         unless it holds one layer of many."""
         if not isinstance(module, nnx.Module):
             return module
-        outer = value_at(self._counts.root, module._path)
+        outer = value_at(running.call_of(self).model, module._path)
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
         return outer if theirs == ours else module
 
@@ -224,9 +218,7 @@ class PtqProvider(QuantizationProvider):
     @property
     def _later(self) -> list:
         """Parameters to be replaced once the model is through, on this thread."""
-        if not hasattr(self._counts, "later"):
-            self._counts.later = []
-        return self._counts.later
+        return running.call_of(self).notes.setdefault("later", [])
 
     def process_model_output(self, method_name: str, model_output: Any) -> Any:
         while self._later:

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.model import flaxlib, intercept
-from midtread.model.provider import OPS, QuantizationProvider
+from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import find_param
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate
@@ -33,7 +32,7 @@ class QtProvider(QuantizationProvider):
 
     rule_type = QtRule
     honours = field_names(QtRule)
-    ops = (*OPS, "take", "getitem")
+    ops = (*intercept.CONTRACTIONS, "take", "getitem")
     _streams: dict | None = None  # while an NNX model is prepared: who wants a key
     # path of a module that rounds at random -> extents of the stack of layers it is
     _stacks: Mapping[tuple, tuple[int, ...]] = MappingProxyType({})
@@ -59,7 +58,7 @@ class QtProvider(QuantizationProvider):
     def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
         module = intercept.current_module()
         weights = tuple(
-            not isinstance(x, QArray) and find_param(module, x) for x in (lhs, rhs)
+            not isinstance(x, QArray) and self.find_param(module, x) for x in (lhs, rhs)
         )
         recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]))
         ranges, key = Ranges(), None
@@ -71,15 +70,15 @@ class QtProvider(QuantizationProvider):
                 for side, spec, x, weight in zip(
                     ("lhs", "rhs"), (recipe.fwd.lhs, recipe.fwd.rhs), (lhs, rhs), weights)
             ))  # fmt: skip
+        site = ""
         if recipe.is_random:
-            key = self._key(module)
-        site = f"{flaxlib.path_of(module)}/{op_id}"
+            key, site = self._key(module), f"{flaxlib.path_of(module)}/{op_id}"
         return train(c, recipe, lhs, rhs, ranges, key, site)
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
         """A look-up: the table of an embedding, where a rule names it."""
         rule, _ = self._get_current_rule_and_op_id("take")
-        is_table = axis is not None and find_param(intercept.current_module(), a)
+        is_table = axis is not None and self.find_param(intercept.current_module(), a)
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         if spec is None or not is_table or out is not None:
             return jnp.take(a, indices, axis, out, **options)
@@ -115,11 +114,9 @@ class QtProvider(QuantizationProvider):
             return jax.random.key(0)  # only shapes count now
         return flaxlib.make_rng(module, "stochastic_rounding")
 
-    def process_model_inputs(self, model, model_args, model_kwargs):
-        if self is not None and any(self._stacks.values()):
+    def begin_call(self, model: nnx.Module) -> None:
+        if any(self._stacks.values()):
             flaxlib.stack_rngs(model, self._stacks)
-        call = QuantizationProvider.process_model_inputs
-        return call(self, model, model_args, model_kwargs)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         """Adds the statistics that a first run would, at zero."""

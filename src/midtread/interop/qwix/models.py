@@ -27,6 +27,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model
 from midtread.numerics.calibration import Average
 from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
+from midtread.ops.context import here
 from midtread.providers import params as params_
 from midtread.providers.ptq import static_range
 
@@ -123,15 +124,31 @@ def find_param(x: Any, ptq_array_type: Any = None) -> str | None:
     Boxed parameters are always found: `ptq_array_type` has nothing to add.
     """
     del ptq_array_type
-    try:
-        module = weights.asked_module()
-    except ValueError:
-        module = get_current_module()
-    return weights.search(module, x.array if isinstance(x, WithAux) else x)
+    array = x.array if isinstance(x, WithAux) else x
+    return weights.find_param(get_current_module(), array)
+
+
+_find_param = QuantizationProvider.find_param
 
 
 def replace_find_param(finder: Callable[..., Any] | None) -> None:
-    weights.replace_finder(None if finder is find_param else finder)
+    """Lets `finder(x)` answer every provider from now on; None undoes it."""
+    answer = _find_param
+    if finder is not None and finder is not find_param:
+        answer = lambda self, module, x: finder(x)
+    QuantizationProvider.find_param = answer
+
+
+def process_model_inputs(
+    self: QuantizationProvider | None, model: Any, model_args: Any, model_kwargs: Any
+) -> tuple[Any, Any, Any]:
+    """Qwix's is also called without a provider: then all that are at work count the ops of
+    an NNX model anew."""
+    if self is None:
+        for call in here.active:
+            for _, module in nnx.iter_modules(model):
+                call.counters.pop(id(module), None)
+    return model, model_args, model_kwargs
 
 
 # --- sharding metadata ------------------------------------------------------------------------
