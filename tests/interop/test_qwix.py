@@ -13,7 +13,7 @@ import pytest
 import midtread as mt
 from midtread.interop import qwix as place
 from midtread.interop.qwix import matmuls, models, passes
-from midtread.interop.qwix.models import _find_param, replace_find_param
+from midtread.interop.qwix.models import _find_param, hook, replace_find_param
 from midtread.interop.qwix.table import LINKS, MODULES
 from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
@@ -28,6 +28,7 @@ def installed(monkeypatch):
     place.install()
     yield importlib.import_module("qwix")
     replace_find_param(None)
+    hook(is_installed=False)
     for name in [n for n in sys.modules if n.partition(".")[0] == "qwix"]:
         del sys.modules[name]
 

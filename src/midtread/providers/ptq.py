@@ -159,7 +159,9 @@ class PtqProvider(QuantizationProvider):
     def _note_computed(self, operands: list[jax.Array]) -> None:
         """Notes the parameters that operands are functions of: these stay float."""
         module = intercept.current_module()
-        found = {find_param(module, x) or computed_from(module, x) for x in operands}
+        found = {
+            self.find_param(module, x) or computed_from(module, x) for x in operands
+        }
         if found - {None}:
             held = self._not_carried.setdefault(flaxlib.path_of(module), set())
             held |= {name for name in found if name is not None}

@@ -24,6 +24,7 @@ from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import learn_look_up, place_table
+from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
 
 
@@ -55,12 +56,19 @@ class QtProvider(QuantizationProvider):
         ops = Ops(functools.partial(self._train, rule, op_id))
         return getattr(ops, name)(*args, **kwargs)
 
+    def recipe_for(
+        self, rule: QtRule, op: str, lhs_is_weight: bool, rhs_is_weight: bool
+    ) -> Recipe:
+        """What a rule means for an op of this name: the same for all."""
+        del op
+        return recipe_of(rule, lhs_is_weight, rhs_is_weight)
+
     def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
         module = intercept.current_module()
         weights = tuple(
             not isinstance(x, QArray) and self.find_param(module, x) for x in (lhs, rhs)
         )
-        recipe = recipe_of(rule, bool(weights[0]), bool(weights[1]))
+        recipe = self.recipe_for(rule, c.name, bool(weights[0]), bool(weights[1]))
         ranges, key = Ranges(), None
         if self._keeps_ranges(rule):
             ranges = Ranges(*(

@@ -141,9 +141,7 @@ def install() -> None:
         )
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    hooks = importlib.import_module("midtread.interop.qwix.models")
-    base = hooks.QuantizationProvider
-    base.process_model_inputs = hooks.process_model_inputs
+    importlib.import_module("midtread.interop.qwix.models").hook()
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -25,11 +25,14 @@ from midtread.model import flaxlib, intercept, running, weights
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model
+from midtread.model.rules import QtRule, recipe_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
 from midtread.ops.context import here
+from midtread.ops.recipe import Recipe
 from midtread.providers import params as params_
 from midtread.providers.ptq import static_range
+from midtread.providers.qt import QtProvider
 
 ModelType = nn.Module | nnx.Module
 QuantStat = dict[str, jax.Array]
@@ -149,6 +152,32 @@ def process_model_inputs(
             for _, module in nnx.iter_modules(model):
                 call.counters.pop(id(module), None)
     return model, model_args, model_kwargs
+
+
+def recipe_for(
+    self: QtProvider, rule: QtRule, op: str, lhs_is_weight: bool, rhs_is_weight: bool
+) -> Recipe:
+    """Without bwd_qtype Qwix takes float operands for the gradient of a dot, and quantized
+    ones for that of a convolution or a ragged_dot."""
+    if op != "dot_general" and rule.recipe is None and rule.bwd_qtype is None:
+        own = rule.additional_qt_config or {}
+        changes = {"use_original_residuals": False, **own}
+        rule = dataclasses.replace(rule, additional_qt_config=changes)
+    return recipe_of(rule, lhs_is_weight, rhs_is_weight)
+
+
+# (class, method, what it is while Qwix's name is ours, what it is otherwise)
+_HOOKS: list[tuple[type, str, Any, Any]] = [
+    (QuantizationProvider, "process_model_inputs", process_model_inputs,
+     QuantizationProvider.process_model_inputs),
+    (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
+]  # fmt: skip
+
+
+def hook(is_installed: bool = True) -> None:
+    """Gives our providers what only Qwix's have, or takes it back."""
+    for cls, name, theirs, ours in _HOOKS:
+        setattr(cls, name, theirs if is_installed else ours)
 
 
 # --- sharding metadata ------------------------------------------------------------------------
