@@ -63,7 +63,13 @@ ROUNDINGS = ("round", "clip", "hqq", "gptq")
 
 
 class Calibrated(NamedTuple):
-    """What `calibrate` returns."""
+    """What `calibrate` returns; docs/four-bits.md has an example.
+
+    Args:
+        model: the model under the provider, of NNX with its parameters in it.
+        params: of Linen, the variables to call it with; of NNX, None.
+        report: what was done to each weight, and what it cost.
+    """
 
     model: Any  # under the provider; of NNX with its parameters in it
     params: Any  # of Linen: the variables to call it with

@@ -228,8 +228,11 @@ def sensitivity(
     Args:
         model: an NNX module, or a Linen one with its variables in `params`.
         batches: inputs as the method takes them.
-        weight_qtype: the format, with `tile_size` elements to a scale.
+        weight_qtype: the format that weights are rounded to.
+        tile_size: how many elements of the summed axis share a scale; None for all.
         loss: of (outputs, a batch): its growth is told beside the error.
+        params: the variables of a Linen module.
+        method: the method that is called with a batch.
 
     Returns:
         A table, the weight that hurts most first. Its rules quantize all of them.
@@ -266,6 +269,7 @@ def bisect(
         model, batches, weight_qtype, tile_size: as for `sensitivity`.
         share: of the outputs' error, between 0 and 1: with the weights found back in float
             and all others quantized, no more than 1 - share of it is left.
+        params, method: as for `sensitivity`.
 
     Returns:
         A table of those weights, whose rules leave them in float. Put them before the rules
@@ -327,6 +331,8 @@ def allocate(
         batches: inputs as the method takes them.
         formats: to choose from: names, or pairs (name, tile size).
         bits: per weight, scales included, in the mean over all weights.
+        params: the variables of a Linen module.
+        method: the method that is called with a batch.
 
     Returns:
         A table with the choice for every weight; its rules are for a PtqProvider.

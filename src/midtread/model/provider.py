@@ -48,7 +48,21 @@ _NOT_HOOKS = {
 
 
 class QuantizationProvider:
-    """Rules, and handlers for the ops they match."""
+    """Rules, and handlers for the ops they match: the base of every provider.
+
+    A subclass has a method for each op it handles, called as JAX's function is, and names in
+    `honours` the rule fields it acts on; others are refused by name.
+
+    Args:
+        rules: of the provider's `rule_type`, or dicts of their fields. The first that matches
+            decides.
+        disable_jit: taken because Qwix has it; nothing here depends on it.
+        strict: a rule that matched nothing is an error instead of a warning.
+
+    Raises:
+        TypeError: Rules that are not a list, or a subclass that overrides what is never called.
+        ValueError: A rule with a field that this provider does not honour.
+    """
 
     rule_type: type = QuantizationRule
     # The fields of our rules that it acts on, others being refused by name; None asks a
@@ -307,6 +321,15 @@ def _matching(patterns: tuple[str, ...], path: str) -> tuple[int, ...]:
 def get_current_rule(op_name: str) -> Any:
     """The rule for an op in the module now running, or None outside a quantized model.
 
-    For kernels, which no provider looks into: ask, and quantize accordingly.
+    It is for kernels, which no provider looks into: they ask, and quantize accordingly.
+
+    >>> get_current_rule("dot_general") is None  # no quantized model is running
+    True
+
+    Args:
+        op_name: such as "dot_general".
+
+    Returns:
+        The first rule that matches, or None.
     """
     return running.ask("current_rule", op_name)

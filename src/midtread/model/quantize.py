@@ -25,14 +25,33 @@ def quantize_model(
     donate: bool = False,
     **model_inputs_kwargs: Any,
 ) -> Any:
-    """`model` under `provider`.
+    """A model that runs under a provider; its code is not edited.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from midtread.model.rules import QtRule
+    >>> from midtread.providers.qt import QtProvider
+    >>> provider = QtProvider([QtRule(weight_qtype="int8", act_qtype="int8")])
+    >>> model, x = quantize_model(nn.Dense(4), provider), jnp.ones((2, 8))
+    >>> model.apply(model.init(jax.random.key(0), x), x).shape
+    (2, 4)
 
     Args:
+        model: a Linen module, or an NNX module with its parameters.
+        provider: what happens at the ops that its rules match.
         model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
         methods: the methods that run quantized; one for NNX.
         donate: for NNX models: `model` itself becomes the quantized one and is returned.
             Each float parameter is freed as soon as its quantized one is there. Without
             it, no Variable is shared: neither model sees what is done to the other.
+        model_inputs_kwargs: further inputs by name; `rngs` for what draws random numbers.
+
+    Returns:
+        A model of the same kind.
+
+    Raises:
+        TypeError: The model is neither, or the provider is none.
+        ValueError: Inputs for a Linen model, or none for an NNX model; under a provider
+            with strict=True, a rule that matched nothing.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")

@@ -38,6 +38,24 @@ from midtread.ops.recipe import recipe as named_recipe
 FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
 
 
+def named_fields(cls: type) -> type:
+    """A dataclass whose constructor names a field that does not exist, with the nearest."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **fields: Any):
+        known = sorted(field_names(cls))
+        for name in fields.keys() - set(known):
+            raise TypeError(
+                f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}"
+            )
+        init(self, *args, **fields)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@named_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
     """Which ops of a model are quantized, and how their operands are.
@@ -81,15 +99,6 @@ class QuantizationRule:
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
-
-    def __new__(cls, *_: Any, **fields: Any):
-        """Names a field that does not exist, with the nearest: a dataclass does not."""
-        known = sorted(field_names(cls))
-        for name in fields.keys() - set(known):
-            raise TypeError(
-                f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}"
-            )
-        return super().__new__(cls)
 
     def __post_init__(self):
         try:
@@ -148,6 +157,7 @@ def _check_tile(name: str, value: Any) -> None:
             )
 
 
+@named_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
     """A rule for training. Without `bwd_qtype` it means quantization-aware training.
@@ -484,10 +494,25 @@ def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
 
 
 def load_rules(path: str, kind: type | None = None) -> list[Any]:
-    """Rules from a YAML file: a list of mappings.
+    """Rules from a YAML file, which holds a list of mappings.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "rules.yml")
+    >>> with open(path, "w") as file:
+    ...     _ = file.write("- {module_path: 'mlp/.*', weight_qtype: int8}")
+    >>> load_rules(path)[0].weight_qtype
+    'int8'
 
     Args:
+        path: of the file.
         kind: the class of rules; None: QtRule if some field is of training alone.
+
+    Returns:
+        A list of rules.
+
+    Raises:
+        TypeError: The file holds something else than a list.
+        ValueError: A field that does not exist; the message has the nearest one.
     """
     import yaml  # flax brings it; nobody else needs it
 

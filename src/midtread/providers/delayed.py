@@ -101,6 +101,7 @@ class DelayedFp8Provider(QtProvider):
         history: how many steps back a scale looks.
         margin: powers of two of headroom above the largest |x| seen.
         fnuz: AMD's e4m3fnuz and e5m2fnuz instead of e4m3fn and e5m2.
+        options: `strict` and `disable_jit`, as every provider has them.
 
     Raises:
         ValueError: A rule asks for a format that is not the provider's, or for a field
@@ -125,12 +126,12 @@ class DelayedFp8Provider(QtProvider):
         history: int = 1024,
         margin: float = 0,
         fnuz: bool = False,
-        **how,
+        **options: Any,
     ):
         if history < 1:
             raise ValueError(f"history={history}: a scale looks back 1 step or more.")
         self._length, self._margin, self._fnuz = history, margin, fnuz
-        super().__init__(rules, **how)
+        super().__init__(rules, **options)
         if not any(rule.weight_qtype is not None for rule in self._rules):
             forward, _ = FP8[fnuz]
             raise ValueError(

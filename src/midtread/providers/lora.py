@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
-from midtread.model.rules import QuantizationRule, field_names
+from midtread.model.rules import QuantizationRule, field_names, named_fields
 from midtread.model.weights import ADAPTERS, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
@@ -43,6 +43,7 @@ from midtread.providers.ptq import PtqProvider, _open
 HE_UNIFORM = initializers.he_uniform()
 
 
+@named_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraRule(QuantizationRule):
     """A rule for adapters. With `weight_qtype` the weight under them is quantized (QLoRA).

@@ -38,7 +38,24 @@ from midtread.providers.params import check_data, quantize_like, value_at
 
 
 class PtqProvider(QuantizationProvider):
-    """Serves quantized weights, with activations in float or quantized on the way."""
+    """Serves quantized weights, with activations in float or quantized on the way.
+
+    >>> model, x = nn.Dense(4), jnp.ones((2, 8))
+    >>> rules = [QtRule(weight_qtype="int4", tile_size=4)]
+    >>> from midtread.model.quantize import quantize_model
+    >>> served = quantize_model(model, PtqProvider(rules))
+    >>> served.init(jax.random.key(0), x)["params"]["kernel"].array.qvalue.dtype.name
+    'int4'
+
+    Args:
+        rules: QuantizationRules or QtRules, of which the forward counts, or dicts of their
+            fields.
+        disable_jit: taken because Qwix has it; nothing here depends on it.
+        strict: a rule that matched nothing is an error instead of a warning.
+
+    Raises:
+        ValueError: A rule that serving cannot honour, such as one that prunes.
+    """
 
     honours = field_names(QtRule)  # those of the backward say nothing about serving
     ops = (

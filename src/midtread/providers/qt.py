@@ -29,7 +29,25 @@ from midtread.ops.training import Ranges, train
 
 
 class QtProvider(QuantizationProvider):
-    """Trains under rules: QAT without `bwd_qtype`, QT with it."""
+    """Trains under rules: quantization-aware (QAT) without `bwd_qtype`, quantized (QT) with it.
+
+    >>> from flax import linen as nn
+    >>> from midtread.model.quantize import quantize_model
+    >>> rules = [QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")]
+    >>> model, x = quantize_model(nn.Dense(4), QtProvider(rules)), jnp.ones((2, 8))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> grads = jax.grad(lambda v: model.apply(v, x).sum())(variables)
+    >>> grads["params"]["kernel"].shape
+    (8, 4)
+
+    Args:
+        rules: QtRules or QuantizationRules, or dicts of their fields.
+        disable_jit: taken because Qwix has it; nothing here depends on it.
+        strict: a rule that matched nothing is an error instead of a warning.
+
+    Raises:
+        ValueError: A rule whose fields contradict each other.
+    """
 
     rule_type = QtRule
     honours = field_names(QtRule)
