@@ -619,3 +619,43 @@ def test_a_linen_module_bridged_to_nnx(kind):
         out = quantized(X)
     assert not np.array_equal(out, model(X))
     np.testing.assert_allclose(out, model(X), atol=0.1)
+
+
+class Rewritten(nn.Module):
+    kind: type
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"update_stats": False} if self.kind is nn.SpectralNorm else {}
+        return self.kind(nn.Dense(8))(x, **options)
+
+
+@pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
+def test_a_weight_that_its_wrapper_rewrites_stays_float_and_is_named(kind):
+    model, key = Rewritten(kind), jax.random.key(0)
+    variables = model.init(key, X)
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    served = mt.quantize_model(model, provider)
+    with pytest.warns(UserWarning, match="stay float: Dense_0/kernel"):
+        shapes = jax.eval_shape(served.init, key, X)
+    params = mt.quantize_params(variables["params"], shapes["params"])
+    out = served.apply({**variables, "params": params}, X)
+    np.testing.assert_array_equal(out, model.apply(variables, X))
+
+
+class Draws(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs):
+        return self.dropout(self.linear(x), rngs=rngs)
+
+
+@pytest.mark.parametrize("provider", [mt.PtqProvider, mt.QtProvider])
+def test_rngs_reach_a_call_that_takes_them(provider):
+    provider = provider([mt.QuantizationRule(weight_qtype="int8")])
+    model = mt.quantize_model(Draws(), provider, X, rngs=nnx.Rngs(0))
+    out, plain = model(X, nnx.Rngs(1)), Draws()(X, nnx.Rngs(1))
+    np.testing.assert_array_equal(out == 0, plain == 0)
+    np.testing.assert_allclose(out, plain, atol=0.1)

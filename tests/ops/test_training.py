@@ -215,6 +215,13 @@ def test_sparsity_comes_first(batch):
     np.testing.assert_array_equal(dw == 0, pruned == 0)
 
 
+def test_forward_mode_is_refused_with_what_to_write(batch):
+    x, w, _ = batch
+    dot = lambda x: mt.learn(mt.recipe("qwix_int8")).dot(x, w)
+    with pytest.raises(TypeError, match="write jax.vjp, jax.grad or jax.jacrev"):
+        jax.jvp(dot, (x,), (x,))
+
+
 def test_second_order_is_refused(batch):
     x, w, _ = batch
     loss = lambda x: jnp.sum(mt.learn(mt.recipe("qwix_int8")).dot(x, w) ** 2)

@@ -582,7 +582,7 @@ def test_what_with_lora_refuses():
         ({"rank": "4"}, "rank should be a positive integer, not '4'"),
         ({"alpha": "x"}, "alpha should be a number, not 'x'"),
         ({"alpha": float("nan")}, "alpha should be a number"),
-        ({"dropout": 1.0}, r"dropout should be in \[0, 1\), not 1.0"),
+        ({"dropout": 1.1}, r"dropout should be in \[0, 1\], not 1.1"),
         ({"dropout": -0.1}, "dropout should be in"),
         ({"op_names": ("ragged_dot",)}, "ragged_dot gets no adapters"),
         ({"ranks": 4}, "unknown field 'ranks'. Did you mean 'rank'"),

@@ -6,6 +6,7 @@ their paths; then one abstract run finds out what the provider adds to it. The m
 was passed in is left as it was.
 """
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -43,7 +44,8 @@ def quantize_model(
         donate: for NNX models: `model` itself becomes the quantized one and is returned.
             Each float parameter is freed as soon as its quantized one is there. Without
             it, no Variable is shared: neither model sees what is done to the other.
-        model_inputs_kwargs: further inputs by name; `rngs` for what draws random numbers.
+        model_inputs_kwargs: further inputs by name; `rngs` for what draws random numbers,
+            which the method gets too if it has an argument of that name.
 
     Returns:
         A model of the same kind.
@@ -83,6 +85,10 @@ def _quantize_nnx(model, provider, method, inputs, kwargs):
     rngs = kwargs.pop("rngs", None)
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError("Rngs must be an nnx.Rngs instance.")
+    call = inspect.signature(getattr(model, method))
+    by_place = {} if rngs is None else call.bind_partial(*inputs).arguments
+    if rngs is not None and "rngs" in call.parameters and "rngs" not in by_place:
+        kwargs["rngs"] = rngs
     skip = kwargs.pop("skip_nnx_init", False)
     model = flaxlib.adopt_nnx(model, provider, method)
     if not skip:

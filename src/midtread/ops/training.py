@@ -69,8 +69,21 @@ def train(
     # Layers that look alike share one trace, gradient included; only noise tells one
     # site from another.
     how = _How(recipe, site if recipe.is_random else "", here())
-    run = lambda: _train_once(how, c, lhs, rhs, ranges or Ranges(), key)
+    run = lambda: _run(how, c, lhs, rhs, ranges or Ranges(), key)
     return witness.contraction(c, recipe, lhs, rhs, run)
+
+
+def _run(*args) -> jax.Array:
+    try:
+        return _train_once(*args)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
+            "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or "
+            "take the float model."
+        ) from None
 
 
 class _How(NamedTuple):

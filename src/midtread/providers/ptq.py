@@ -36,6 +36,9 @@ from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
 from midtread.providers.params import check_data, quantize_like, value_at
 
+# Linen modules that give the layer inside them functions of its parameters.
+REWRITES = (nn.WeightNorm, nn.SpectralNorm)
+
 
 class PtqProvider(QuantizationProvider):
     """Serves quantized weights, with activations in float or quantized on the way.
@@ -185,8 +188,11 @@ class PtqProvider(QuantizationProvider):
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
-        one bridged to NNX, whose variables go back to Linen: no box can."""
+        one bridged to NNX, whose variables go back to Linen: no box can. Nor for a layer
+        inside a wrapper that computes with every parameter before the layer gets it."""
         if isinstance(module, nnx.bridge.ToNNX):
+            return False
+        if any(isinstance(outer, REWRITES) for outer in running.here.modules):
             return False
         if not isinstance(module, nn.Module) or module.is_initializing():
             return True
