@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import midtread as mt
 from midtread.interop import qwix as place
@@ -97,6 +99,54 @@ def _ones():
     import jax.numpy as jnp
 
     return jnp.ones((2, 2))
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, ids):
+        return self.embed.attend(self.linear(self.embed(ids)))
+
+
+class LinenTied(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(16, 8)
+        return embed.attend(nn.Dense(8)(embed(ids)))
+
+
+def quantized_names():
+    """Which weights of tied models a rule for all reaches."""
+    rules, ids = [mt.QuantizationRule(weight_qtype="int8")], jnp.arange(4)
+    nnx_model = mt.quantize_model(Tied(), mt.PtqProvider(rules), ids)
+    linen = mt.quantize_model(LinenTied(), mt.PtqProvider(rules))
+    params = jax.eval_shape(linen.init, jax.random.key(0), ids)["params"]
+    held = {"embed": nnx_model.embed.embedding, "linear": nnx_model.linear.kernel}
+    held |= {name: next(iter(own.values())) for name, own in params.items()}
+    held |= {"Dense_0": params["Dense_0"]["kernel"]}
+    return {name for name, value in held.items() if isinstance(value, mt.WithAux)}
+
+
+def test_tied_embeddings_stay_float_under_the_drop_in_alone(installed):
+    assert quantized_names() == {"linear", "Dense_0"}
+    hook(is_installed=False)
+    assert quantized_names() == {"linear", "Dense_0", "embed", "Embed_0"}
+
+
+def test_how_to_quantize_is_checked_in_use(installed):
+    qarray = importlib.import_module("qwix._src.core.qarray")
+    how = qarray.HowToQuantize(qtype="int8", calibration_method="max")
+    with pytest.raises(ValueError, match="unknown calibration 'max'"):
+        qarray.calibrate(jnp.ones((2, 2)), how)
+
+
+def test_adapters_without_rngs_are_made_with_a_warning(installed):
+    provider = installed.LoraProvider(rank=2, alpha=4.0)
+    with pytest.warns(UserWarning, match="rngs must be provided"):
+        model = installed.apply_lora_to_model(Tied().linear, provider, jnp.ones((1, 8)))
+    assert model.kernel_lora_a.shape == (8, 2)
 
 
 def test_installing_too_late(monkeypatch):

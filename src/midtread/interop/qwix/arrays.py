@@ -41,16 +41,13 @@ def replace_reciprocal(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowToQuantize:
-    """How one array is quantized."""
+    """How one array is quantized. As in Qwix, what makes no sense is found out in use."""
 
     qtype: Any
     channelwise_axes: Collection[int] = ()
     tiled_axes: Mapping[int, int | float] = dataclasses.field(default_factory=dict)
     calibration_method: str = "absmax"
     noise_fn: rounding.Noise | None = None
-
-    def __post_init__(self):
-        _ = self.spec  # checks
 
     @property
     def spec(self) -> Spec:

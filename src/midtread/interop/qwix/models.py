@@ -31,7 +31,7 @@ from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
 from midtread.ops.context import here
 from midtread.ops.recipe import Recipe
 from midtread.providers import params as params_
-from midtread.providers.ptq import static_range
+from midtread.providers.ptq import PtqProvider, static_range
 from midtread.providers.qt import QtProvider
 
 ModelType = nn.Module | nnx.Module
@@ -166,11 +166,29 @@ def recipe_for(
     return recipe_of(rule, lhs_is_weight, rhs_is_weight)
 
 
+_place, _note_computed = PtqProvider._place, PtqProvider._note_computed
+
+
+def place(self: PtqProvider, x: jax.Array) -> tuple[str, tuple[int, ...]] | None:
+    """Qwix does not know a parameter again that was transposed: `Embed.attend` of a `.*`
+    rule stays float, and so does `x @ w.T`."""
+    found = _place(self, x)
+    is_turned = found is not None and list(found[1]) != sorted(found[1])
+    return None if is_turned else found
+
+
+def note_computed(self: PtqProvider, operands: list[jax.Array]) -> None:
+    """Qwix says nothing of weights that it leaves float because they are transposed."""
+    _note_computed(self, [x for x in operands if _place(self, x) is None])
+
+
 # (class, method, what it is while Qwix's name is ours, what it is otherwise)
 _HOOKS: list[tuple[type, str, Any, Any]] = [
     (QuantizationProvider, "process_model_inputs", process_model_inputs,
      QuantizationProvider.process_model_inputs),
     (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
+    (PtqProvider, "_place", place, _place),
+    (PtqProvider, "_note_computed", note_computed, _note_computed),
 ]  # fmt: skip
 
 
