@@ -357,10 +357,11 @@ class Ledger:
         """A row for a table of the model that is looked up; other gathers are no news."""
         path, shape = self._path(f), f.shapes[0]
         weight = self._table(path, shape)
-        if not weight:
-            return None
         _, op = self._last(f, _Op)
-        op = op if op and op.name == LOOKUP else _Op("gather", [])
+        is_told = op is not None and op.name == LOOKUP
+        if not weight or (is_told and not op.weights):  # another array of that shape
+            return None
+        op = op if is_told else _Op("gather", [])
         rule = self._rule(op)
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         low = None if spec is None else spec.format.name

@@ -254,7 +254,8 @@ class QuantizationProvider:
         return model_output
 
     def _report_unused(self) -> None:
-        text = self.unused_rules_text()
+        texts = self.unused_rules_text(), self.float_weights_text()
+        text = ". ".join(filter(None, texts))
         if text and self.strict:
             raise ValueError(text)
         if text:
@@ -270,6 +271,11 @@ class QuantizationProvider:
             line = f"rule {i}, module_path={rule.module_path!r}{ops}"
             lines.append(f"{line}; {self._why_unused(i)}")
         return "rules that matched nothing: " + "; ".join(lines) if lines else ""
+
+    def float_weights_text(self) -> str:
+        """What to tell about weights that rules are about and that stay float all the same;
+        '' if there are none. `explain` shows them as rows instead."""
+        return ""
 
     def _why_unused(self, index: int) -> str:
         """What hides it, or else the ops where its path matches, or else near paths."""

@@ -1,4 +1,4 @@
-"""Weights: which operand of a matmul is a parameter of the module it happens in.
+"""Weights: which operand of a matmul is a parameter, of the module it happens in or of another.
 
 By identity: the operand is a parameter, or was made from one by casts, reshapes and
 sharding constraints; a jit trace records those, and outside of one we do. What comes in as
@@ -6,9 +6,11 @@ an argument of a jit inside the model has lost its origin: there, and only there
 of the shape of a float parameter counts as one.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
 
@@ -28,6 +30,17 @@ def find_param(module: Any, x: Any) -> str | None:
     return next(
         (k for k, v in params.items() if v.shape == x.shape and _is_plain(k, v)), None
     )
+
+
+def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
+    """{id of a float parameter: (it, the module that holds it, its name)} of an NNX module
+    and all that it holds; lists and dicts of parameters are modules as well."""
+    return {
+        id(array): (array, module, name)
+        for _, module in nnx.iter_modules(model)
+        for name, param in flaxlib.params_of(module).items()
+        if hasattr(array := intercept.unwrap(param), "dtype") and _is_plain(name, param)
+    }
 
 
 def computed_from(module: Any, x: Any) -> str | None:
@@ -52,7 +65,7 @@ def _is_plain(name: str, param: Any) -> bool:
     return not getattr(param, "is_boxed", False) and not name.endswith(ADAPTERS)
 
 
-def origin_is_hidden(x: Any, params: dict[str, Any]) -> bool:
+def origin_is_hidden(x: Any, params: Mapping[str, Any]) -> bool:
     """An argument of a trace begun inside the model."""
     if not isinstance(x, jax.core.Tracer) or getattr(x, "parent", None) is not None:
         return False

@@ -10,6 +10,7 @@ Gradients flow straight through quantized activations, so that adapters can be t
 """
 
 import functools
+import math
 from typing import Any
 
 import flax
@@ -23,7 +24,7 @@ from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import computed_from, turn_of
+from midtread.model.weights import computed_from, origin_is_hidden, owners, turn_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
@@ -54,7 +55,8 @@ class PtqProvider(QuantizationProvider):
         rules: QuantizationRules or QtRules, of which the forward counts, or dicts of their
             fields.
         disable_jit: taken because Qwix has it; nothing here depends on it.
-        strict: a rule that matched nothing is an error instead of a warning.
+        strict: a rule that matched nothing, or a weight that stays float although a rule is
+            about it, is an error instead of a warning.
 
     Raises:
         ValueError: A rule that serving cannot honour, such as one that prunes.
@@ -74,6 +76,10 @@ class PtqProvider(QuantizationProvider):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._not_carried: dict[str, set[str]] = {}  # path -> weights that stay float
+        # path -> (shape, number of shards) of operands whose origin is not known
+        self._hidden: dict[str, set[tuple[tuple[int, ...], int]]] = {}
+        # a weight rule that matched -> (it met a weight, a path where it matched)
+        self._met: dict[int, tuple[bool, str]] = {}
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         rule = super()._init_rule(rule)
@@ -105,6 +111,7 @@ class PtqProvider(QuantizationProvider):
             args = in_jax_order(*args)
         names = {id(a): self._place(a) for a in args if _is_float(a)}
         if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
+            self._note_met(rule, boxed or any(names.values()))
             self._note_computed(
                 [a for a in args if id(a) in names and not names[id(a)]]
             )
@@ -123,10 +130,11 @@ class PtqProvider(QuantizationProvider):
                 dequantize(a) if _is_box(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
-        if spec is not None and _is_float(a):
-            place = self._place(a)
-            if place is not None:
-                a = self._quantize_param(place, a, place_table(spec, a.ndim, axis))
+        place = self._place(a) if spec is not None and _is_float(a) else None
+        if spec is not None:
+            self._note_met(rule, _is_box(a) or place is not None)
+        if place is not None:
+            a = self._quantize_param(place, a, place_table(spec, a.ndim, axis))
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
@@ -166,15 +174,41 @@ class PtqProvider(QuantizationProvider):
                 "rule the format that the weight has."
             )
 
-    def _place(self, x: jax.Array) -> tuple[str, tuple[int, ...]] | None:
-        """(name, axes) of the parameter that x is, None for an activation: axis i of x is
-        the parameter's axes[i]."""
+    def _place(self, x: jax.Array) -> tuple[Any, str, tuple[int, ...]] | None:
+        """(module, name, axes) of the parameter that x is, None for an activation: axis i
+        of x is the parameter's axes[i]."""
         module = intercept.current_module()
         name = self.find_param(module, x)
+        if name is None:
+            module, name = self._held_elsewhere(module, x)
         axes = None if name is None else turn_of(module, name, x)
         if axes is None or not self._is_of_model(module, name):
             return None
-        return name, axes
+        return module, name, axes
+
+    def _held_elsewhere(self, module: Any, x: jax.Array) -> tuple[Any, str | None]:
+        """(module, name) of a parameter that another module of the model holds."""
+        call = running.call_of(self)
+        known = [call.notes.get("made", {})]
+        for root in (module, call.model):
+            if isinstance(root, nnx.Module):
+                every = call.notes.setdefault("owners", {})
+                if id(root) not in every:  # with it: id() of one gone is used again
+                    every[id(root)] = root, owners(root)
+                known.append(every[id(root)][1])
+        for ancestor in intercept.ancestors(flaxlib.unbox(x)):
+            for params in known:
+                _, owner, name = params.get(id(ancestor), (None, None, None))
+                if name is not None and _is_float(flaxlib.params_of(owner).get(name)):
+                    return owner, name
+        return module, None
+
+    def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
+        """Notes whether an op that a weight rule matched has a weight."""
+        index = next(i for i, known in enumerate(self._rules) if known is rule)
+        path = flaxlib.path_of(intercept.current_module())
+        before, path = self._met.get(index, (False, path))
+        self._met[index] = before or is_met, path
 
     def _note_computed(self, operands: list[jax.Array]) -> None:
         """Notes the parameters that operands are functions of: these stay float."""
@@ -182,9 +216,16 @@ class PtqProvider(QuantizationProvider):
         found = {
             self.find_param(module, x) or computed_from(module, x) for x in operands
         }
+        path = flaxlib.path_of(module)
         if found - {None}:
-            held = self._not_carried.setdefault(flaxlib.path_of(module), set())
+            held = self._not_carried.setdefault(path, set())
             held |= {name for name in found if name is not None}
+            return
+        for x in operands:
+            *_, last = intercept.ancestors(flaxlib.unbox(x))
+            if origin_is_hidden(last, flaxlib.params_of(module)):
+                found = tuple(x.shape), _num_shards()
+                self._hidden.setdefault(path, set()).add(found)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
@@ -213,7 +254,7 @@ class PtqProvider(QuantizationProvider):
 
     def _quantize_param(self, place, x: jax.Array, how: Spec) -> QArray:
         """Puts a quantized parameter in the place of a float one."""
-        module, (name, axes) = intercept.current_module(), place
+        module, name, axes = place
         back = tuple(axes.index(a) for a in range(x.ndim))
         x, how = x.transpose(back), how.transposed(back)
         if isinstance(module, nn.Module) and not module.is_initializing():
@@ -254,20 +295,47 @@ class PtqProvider(QuantizationProvider):
                 flaxlib.replace_param(module, name, WithAux(value, how))
         return super().process_model_output(method_name, model_output)
 
-    def unused_rules_text(self) -> str:
-        """Also of weights that a rule is about and that stay float all the same."""
-        text = super().unused_rules_text()
-        names = [
-            "/".join(filter(None, (path, name)))
-            for path, found in self._not_carried.items()
-            for name in sorted(found)
-        ]
-        if not names:
-            return text
-        return (f"{text}. " if text else "") + (
-            f"weights that stay float: {', '.join(names)}. What is multiplied is computed "
-            "from them, not they themselves: codes follow casts, reshapes and transposes."
-        )
+    def float_weights_text(self) -> str:
+        texts = []
+        if self._not_carried:
+            names = [
+                "/".join(filter(None, (path, name)))
+                for path, found in self._not_carried.items()
+                for name in sorted(found)
+            ]
+            texts.append(
+                f"weights that stay float: {', '.join(names)}. What is multiplied is computed "
+                "from them, not they themselves: codes follow casts, reshapes and transposes"
+            )
+        left = {
+            "/".join(map(str, path)): tuple(param.shape)
+            for path, param in flaxlib.all_params(running.call_of(self).model)
+            if not _is_box(param) and len(param.shape) > 1
+        }
+        for path, found in self._hidden.items():
+            names = [
+                name
+                for name, shape in left.items()
+                if any(_is_shard(part, shape, shards) for part, shards in found)
+            ]
+            if names:
+                texts.append(
+                    f"weights that stay float: {', '.join(names)}, or arrays of that shape. "
+                    f"They reach a matmul in {path!r} as arguments of a jit or shard_map, "
+                    "where nobody knows whose they are: pass the module, or let the "
+                    "function close over the parameter"
+                )
+        for index, (is_met, path) in self._met.items():
+            rule = self._rules[index]
+            is_idle = not is_met and recipe_of(rule, False, True).fwd.lhs is None
+            if is_idle and left:
+                texts.append(
+                    f"rule {index}, module_path={rule.module_path!r}, quantized no weight: "
+                    f"nothing that {path!r} multiplies by is a parameter. Float are "
+                    f"{', '.join(left)}: match where one of them is multiplied as it is "
+                    "stored, or drop the rule"
+                )
+        return ". ".join(texts)
 
     # What a layer does to its parameter before it multiplies.
 
@@ -276,7 +344,12 @@ class PtqProvider(QuantizationProvider):
         held = module.get_variable("params", name)
         if isinstance(held, WithAux):
             return flaxlib.unbox(held)
-        return nn.Module.param(module, name, *args, **kwargs)
+        made = nn.Module.param(module, name, *args, **kwargs)
+        array = intercept.unwrap(flaxlib.unbox(made))
+        if hasattr(array, "dtype"):
+            by_id = running.call_of(self).notes.setdefault("made", {})
+            by_id[id(array)] = array, module, name
+        return made
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
         if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
@@ -370,6 +443,22 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
     low, high = spec.format.codes
     at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
     return {"min": at(low), "max": at(high)}
+
+
+def _num_shards() -> int:
+    """How many shards an array may be cut into here: 1 outside of shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+
+
+def _is_shard(part: tuple[int, ...], shape: tuple[int, ...], shards: int) -> bool:
+    """Whether an array of shape `part` can be a shard, of so many, of one of `shape`."""
+    if len(part) != len(shape) or 0 in part:
+        return False
+    cut = [divmod(whole, one) for whole, one in zip(shape, part)]
+    return not any(rest for _, rest in cut) and not shards % math.prod(
+        n for n, _ in cut
+    )
 
 
 def _is_box(x: Any) -> bool:

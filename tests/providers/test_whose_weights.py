@@ -1,0 +1,119 @@
+"""A weight is quantized wherever it is multiplied, whoever holds it; one that stays float
+although a rule is about it is told of, by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import midtread as mt
+
+X = jax.random.normal(jax.random.key(1), (2, 8))
+RULE = mt.QuantizationRule(weight_qtype="int8")
+
+
+def weight(seed, shape=(8, 8)):
+    return nnx.Param(jax.random.normal(jax.random.key(seed), shape))
+
+
+class Elsewhere(nnx.Module):
+    """Multiplies by what a child, a list and a dict hold."""
+
+    def __init__(self):
+        self.emb = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+        self.several = nnx.List([weight(2), weight(3)])
+        self.named = nnx.Dict(gate=weight(4))
+
+    def __call__(self, x):
+        x = x + self.emb(jnp.arange(2))
+        for w in self.several:
+            x = x @ w[...]
+        table = self.emb.embedding[...].T
+        return (x @ self.named["gate"]) @ table + x @ table
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        emb = nn.Embed(16, 8, name="emb")
+        return (x + emb(jnp.arange(2))) @ emb.embedding.T
+
+
+class Passed(nnx.Module):
+    """Passes a child's weight to a shard_map."""
+
+    def __init__(self):
+        self.up, self.down = (nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in (0, 1))
+
+    def __call__(self, x):
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("x",), axis_types=auto)
+        specs = {"in_specs": (P(), P(None, "x")), "out_specs": P(None, "x")}
+        product = jax.shard_map(lambda x, w: x @ w, mesh=mesh, **specs)
+        return self.down(product(x, self.up.kernel[...]))
+
+
+class Looks(nnx.Module):
+    """Looks up in an array that has the shape of a parameter."""
+
+    def __init__(self):
+        self.table = weight(0, (16, 8))
+
+    def __call__(self, ids):
+        return angles(ids) @ self.table[...].T
+
+
+def angles(ids):
+    return jnp.take(jnp.arange(128.0).reshape(16, 8), ids, axis=0)
+
+
+def assert_near(out, wanted):
+    assert np.abs(out - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_nnx_weights_of_children_lists_and_dicts():
+    model = Elsewhere()
+    served = mt.quantize_model(model, mt.PtqProvider([RULE], strict=True), X)
+    held = served.emb.embedding, *served.several, served.named["gate"]
+    assert all(isinstance(w, mt.WithAux) for w in held)
+    assert_near(served(X), model(X))
+
+
+def test_linen_weight_of_a_child():
+    served = mt.quantize_model(Tied(), mt.PtqProvider([RULE], strict=True))
+    params = Tied().init(jax.random.key(0), X)["params"]
+    shapes = jax.eval_shape(served.init, jax.random.key(0), X)["params"]
+    codes = mt.quantize_params(params, shapes)
+    assert isinstance(codes["emb"]["embedding"], mt.WithAux)
+    assert_near(served.apply({"params": codes}, X), Tied().apply({"params": params}, X))
+
+
+def test_a_weight_of_unknown_origin_is_told_of():
+    with pytest.warns(UserWarning, match="stay float: up/kernel.*close over"):
+        mt.quantize_model(Passed(), mt.PtqProvider([RULE]), X)
+    with pytest.raises(ValueError, match="stay float: up/kernel"):
+        mt.quantize_model(Passed(), mt.PtqProvider([RULE], strict=True), X)
+    rows = mt.explain(Passed(), mt.PtqProvider([RULE]), X).rows
+    assert "neither operand is one" in rows[0].reason
+
+
+def test_a_weight_rule_that_quantizes_nothing_is_told_of():
+    class Adds(nnx.Module):
+        def __init__(self):
+            self.a, self.b = weight(0), weight(1)
+
+        def __call__(self, x):
+            return x @ (self.a[...] + self.b[...])
+
+    with pytest.warns(
+        UserWarning, match="rule 0, .*quantized no weight.*Float are a, b"
+    ):
+        mt.quantize_model(Adds(), mt.PtqProvider([RULE]), X)
+
+
+def test_explain_does_not_take_another_array_for_a_table():
+    coverage = mt.explain(Looks(), mt.PtqProvider([RULE]), jnp.zeros((3,), int))
+    assert [row.op for row in coverage.rows] == ["dot_general0"]
