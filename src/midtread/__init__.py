@@ -12,7 +12,7 @@ zero. The tour, from the inside out:
     QuantizationRule    where in a model, and how: a regular expression and formats
     quantize_model      a Flax model, unedited, under a provider:
       QtProvider          train it (QAT, QT)
-      PtqProvider         serve it; quantize_params turns its parameters
+      PtqProvider         serve it; quantize_variables turns a Linen model's parameters
       DelayedFp8Provider  train it in fp8 with scales from earlier steps
       LoraProvider        fine-tune it through adapters, over quantized weights or not
       OdmlQatProvider     train it for a phone; interop.litert writes the file
@@ -102,6 +102,7 @@ from midtread.providers.prequantized import (
     restore_quantization_rules as restore_quantization_rules,
 )
 from midtread.providers.ptq import PtqProvider as PtqProvider
+from midtread.providers.ptq import quantize_variables as quantize_variables
 from midtread.providers.qt import QtProvider as QtProvider
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ Gradients flow straight through quantized activations, so that adapters can be t
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -22,7 +23,7 @@ from flax import nnx
 from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
-from midtread.model.quantize import abstract_call
+from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import computed_from, origin_is_hidden, owners, turn_of
 from midtread.numerics.calibration import Average
@@ -35,7 +36,12 @@ from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import look_up, place_table
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
-from midtread.providers.params import check_data, quantize_like, value_at
+from midtread.providers.params import (
+    check_data,
+    quantize_like,
+    quantize_params,
+    value_at,
+)
 
 # Linen modules that give the layer inside them functions of its parameters.
 REWRITES = (nn.WeightNorm, nn.SpectralNorm)
@@ -409,6 +415,85 @@ class PtqProvider(QuantizationProvider):
 
     def _add_params(self, model: nnx.Module, after: dict) -> None:
         """For subclasses: adds what the abstract run added besides boxes."""
+
+
+def quantize_variables(
+    model: nn.Module,
+    provider: PtqProvider,
+    variables: Mapping[str, Any],
+    *model_inputs: Any,
+    method: str = "__call__",
+    **model_inputs_kwargs: Any,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Quantizes a Linen model and its variables in one call.
+
+    It is `quantize_model`, `init` on shapes alone and `quantize_params`, which remain for a
+    checkpoint that is read in parts. An NNX model needs `quantize_model` alone.
+
+    >>> from midtread.model.rules import QuantizationRule
+    >>> model, x = nn.Dense(4), jnp.ones((2, 8))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> provider = PtqProvider([QuantizationRule(weight_qtype="int8")])
+    >>> served, variables = quantize_variables(model, provider, variables, x)
+    >>> served.apply(variables, x).shape, variables["params"]["kernel"].array.qtype.name
+    ((2, 4), 'int8')
+
+    Args:
+        model: a Linen module.
+        provider: its rules say which parameters become codes, and which.
+        variables: {"params": float parameters, ...} as `init` gives them and `apply` takes
+            them. "quant_stats" of a model under QtProvider become static scales; other
+            collections stay as they are.
+        model_inputs: inputs as the method takes them; shapes are enough.
+        method: the method that runs quantized.
+        model_inputs_kwargs: further inputs by name.
+
+    Returns:
+        (the model under the provider, variables for its `apply`)
+
+    Raises:
+        TypeError: The model is no Linen module, or the provider does not serve.
+        ValueError: No "params" among the variables, parameters that do not fit the model
+            or are missing, or no statistics for a static scale.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"quantize_variables takes a Linen module, not {type(model).__name__}: for an NNX "
+            "model write mt.quantize_model(model, provider, *inputs), which holds its own."
+        )
+    if not isinstance(provider, PtqProvider):
+        raise TypeError(
+            f"{type(provider).__name__} keeps float parameters: give a PtqProvider, or write "
+            "mt.quantize_model(model, provider) and use the variables as they are."
+        )
+    if "params" not in variables:
+        raise ValueError(
+            f"the variables have {sorted(variables)} and no 'params': pass all of them, "
+            "{'params': ...}, not the parameters alone."
+        )
+    served = quantize_model(model, provider, methods=(method,))
+    arrays, rebuild = split_arrays(model_inputs, model_inputs_kwargs)
+
+    def init(key: jax.Array, arrays: list) -> Any:
+        args, named = rebuild(arrays)
+        return served.init({"params": key}, *args, method=method, **named)
+
+    shapes = jax.eval_shape(init, jax.random.key(0), arrays)["params"]
+    stats = variables.get("quant_stats")
+    params = quantize_params(variables["params"], shapes, stats)
+    missing = _paths(shapes) - _paths(params)
+    if missing:
+        raise ValueError(
+            f"the variables lack parameters of the model: {', '.join(sorted(missing))}."
+        )
+    kept = {k: v for k, v in variables.items() if k != "quant_stats"}
+    return served, {**kept, "params": params}
+
+
+def _paths(params: Mapping[str, Any]) -> set[str]:
+    """The paths of a tree's parameters, 'encoder/kernel'."""
+    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(params), sep="/")
+    return set(flat)
 
 
 def _is_abstract(model: nnx.Module) -> bool:
