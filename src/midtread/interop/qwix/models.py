@@ -169,11 +169,17 @@ def recipe_for(
 _place, _note_computed = PtqProvider._place, PtqProvider._note_computed
 
 
-def place(self: PtqProvider, x: jax.Array) -> tuple[str, tuple[int, ...]] | None:
+def held_elsewhere(self: PtqProvider, module: Any, x: jax.Array) -> tuple[Any, None]:
+    """Qwix knows the parameters of the module that multiplies, and no others."""
+    del self, x
+    return module, None
+
+
+def place(self: PtqProvider, x: jax.Array) -> tuple[Any, str, tuple[int, ...]] | None:
     """Qwix does not know a parameter again that was transposed: `Embed.attend` of a `.*`
     rule stays float, and so does `x @ w.T`."""
     found = _place(self, x)
-    is_turned = found is not None and list(found[1]) != sorted(found[1])
+    is_turned = found is not None and list(found[-1]) != sorted(found[-1])
     return None if is_turned else found
 
 
@@ -188,6 +194,7 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
      QuantizationProvider.process_model_inputs),
     (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
     (PtqProvider, "_place", place, _place),
+    (PtqProvider, "_held_elsewhere", held_elsewhere, PtqProvider._held_elsewhere),
     (PtqProvider, "_note_computed", note_computed, _note_computed),
 ]  # fmt: skip
 
