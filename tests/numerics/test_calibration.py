@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.numerics.calibration import AmaxHistory, Average, parse
+from midtread.numerics.calibration import (
+    AmaxHistory,
+    Average,
+    parse,
+    statistic,
+    statistic_of,
+)
 from midtread.numerics.qarray import calibrate, dequantize
 from midtread.numerics.spec import Spec
 from tests.support import f64, quantize_in_jit, squared_error
@@ -246,3 +252,56 @@ def test_statistics_of_another_calibration_are_refused():
             Average().update(state, other)
         with pytest.raises(ValueError, match="gathered with another calibration"):
             Average().range(state, other)
+
+
+SEEN = np.array([3.0, 1.0, 2.0, 9.0, 4.0], np.float32)
+OVER_BATCHES = {
+    "mean": SEEN.mean(),
+    "max": 9.0,
+    "ema,0.5": (SEEN * 0.5 ** np.arange(5)[::-1]).sum() / (0.5 ** np.arange(5)).sum(),
+    "percentile,75": np.percentile(SEEN, 75),
+}
+
+
+@pytest.mark.parametrize("text", OVER_BATCHES)
+def test_ranges_over_batches(text):
+    """Of a low end the mirror image; state says how it was gathered."""
+    how, wanted = statistic(text), OVER_BATCHES[text]
+    pair = lambda v: {"min": jnp.full((1, 2), -v), "max": jnp.full((1, 2), v)}
+    state = how.init(pair(0.0))
+    for v in SEEN:
+        state = how.update(state, pair(v))
+    assert statistic_of(state) == how
+    for default in (None, pair(7.0)):
+        found = how.range(state, default)
+        np.testing.assert_allclose(found["max"], np.full((1, 2), wanted), rtol=1e-6)
+        np.testing.assert_allclose(found["min"], -found["max"], rtol=1e-6)
+    fresh = how.range(how.init(pair(0.0)), pair(7.0))
+    np.testing.assert_array_equal(fresh["max"], pair(7.0)["max"])
+
+
+@pytest.mark.parametrize("text", ["max", "ema,0.5", "percentile,75"])
+def test_a_batch_counts_by_its_widest_range(text):
+    seen = {"min": jnp.array([[-1.0], [-3.0]]), "max": jnp.array([[2.0], [1.0]])}
+    found = statistic(text).within(seen, (0,))
+    assert (found["min"].item(), found["max"].item()) == (-3.0, 2.0)
+    assert statistic(True).within(seen, (0,))["max"].item() == 1.5
+
+
+@pytest.mark.parametrize(
+    "text", ["widest", "max,2", "ema", "ema,1", "percentile,x", "percentile,0"]
+)
+def test_bad_statistics_are_refused(text):
+    with pytest.raises(ValueError, match="act_static_scale="):
+        statistic(text)
+
+
+def test_a_percentile_forgets_and_keeps_nan():
+    how = statistic("percentile,50")
+    state = how.init({"absmax": jnp.zeros(())})
+    step = jax.jit(how.update)
+    for v in [100.0] * 3 + [1.0] * how.LENGTH:
+        state = step(state, {"absmax": jnp.asarray(v)})
+    assert how.range(state)["absmax"].item() == 1.0
+    state = step(state, {"absmax": jnp.asarray(jnp.nan)})
+    assert jnp.isnan(how.range(state)["absmax"])

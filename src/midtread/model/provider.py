@@ -105,9 +105,10 @@ class QuantizationProvider:
                 "is None. Either unset act_static_scale, or set act_qtype to quantize "
                 f"activations. (Rule: {rule})"
             )
+        static = rule.act_static_scale
         return dataclasses.replace(
             rule,
-            act_static_scale=bool(rule.act_static_scale),
+            act_static_scale=static if isinstance(static, str) else bool(static),
             act_calibration_method=rule.act_calibration_method or "absmax",
         )
 

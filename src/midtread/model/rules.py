@@ -77,11 +77,12 @@ class QuantizationRule:
             fraction of the axis, and a mapping {axis: size} tiles those axes. None means
             that the whole axis shares one.
         act_static_scale: whether activations have one scale that was found beforehand,
-            instead of one that each call finds.
+            instead of one that each call finds. True means the mean range of all batches,
+            and so does "mean"; "max", "ema,0.99" and "percentile,99" are others.
         weight_calibration_method: how the range of a weight is found: "absmax",
             "minmax", "rms,f", "percentile,p", "mse", "fixed,a" (numerics/calibration.py).
         act_calibration_method: the same for activations; None means "absmax".
-        act_batch_axes: the axes that static ranges are averaged over.
+        act_batch_axes: the axes along which positions share a static range.
 
     Raises:
         ValueError: a value means nothing; the message says what to write instead.
@@ -95,7 +96,7 @@ class QuantizationRule:
     weight_qtype: Any = None
     act_qtype: Any = None
     tile_size: Any = None
-    act_static_scale: bool | None = None
+    act_static_scale: bool | str | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
@@ -117,6 +118,8 @@ class QuantizationRule:
                 calibration.parse(value)
             if field.name.endswith("tile_size"):
                 _check_tile(field.name, value)
+        if isinstance(self.act_static_scale, str):
+            calibration.statistic(self.act_static_scale)
 
     @property
     def leaves_alone(self) -> bool:

@@ -16,14 +16,20 @@ A NaN among the elements that share a scale is the range, the scale and so all o
 cannot be lost on the way. (A `fixed` or a static range is not found in the data: there a NaN
 is code 0, or NaN in a format that has one.)
 
-Ranges can also come from statistics gathered over many batches: `Average` for static
+Ranges can also come from statistics gathered over many batches: a `Statistic` for static
 ranges, `AmaxHistory` for delayed scaling. Both are pure: state in, state out.
+
+    mean              the mean of all ranges      Qwix's; clips about half of the batches
+    max               the widest                  clips nothing that was seen
+    ema,d             a mean that forgets         by a factor of d per batch: while training
+    percentile,p      of the last 256 batches     an odd batch in a hundred does not count
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -189,20 +195,47 @@ def fixed_range(how: Calibration, ndim: int, dtype) -> dict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Average:
-    """Static ranges: the mean of every range seen.
+class Statistic:
+    """Static ranges: what the ranges of many batches come to, one subclass per way.
 
-    State is {"count": int32, "sum_of_absmax": float32} or sums of min and max. Until more
-    than `bootstrap_steps` ranges were seen, the current one is used instead.
+    State is {"count": int32, "<what>_of_<part>": float32}, all zeros at first; its keys say
+    how it was gathered (`statistic_of`). Until more than `bootstrap_steps` ranges were seen,
+    the current one is used instead.
     """
 
     bootstrap_steps: int = 0
 
-    def init(self, first: Range) -> dict[str, jax.Array]:
-        sums = {
-            f"sum_of_{k}": jnp.zeros(v.shape, jnp.float32) for k, v in first.items()
+    @property
+    def what(self) -> str:
+        """How keys of its state begin."""
+        raise NotImplementedError
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of state for ranges of this shape."""
+        return shape
+
+    def _add(self, part: str, held, value, count) -> jax.Array:
+        """State after a batch, the `count`-th."""
+        raise NotImplementedError
+
+    def _read(self, part: str, held, count) -> jax.Array:
+        """The range that state stands for."""
+        del part, count
+        return held
+
+    def within(self, seen: Range, axes: tuple[int, ...]) -> dict[str, jax.Array]:
+        """One range for a batch that has many, over the axes it lies along."""
+        return {
+            k: -largest(-v, axes) if k == "min" else largest(v, axes)
+            for k, v in seen.items()
         }
-        return {"count": jnp.zeros((), jnp.int32), **sums}
+
+    def init(self, first: Range) -> dict[str, jax.Array]:
+        zeros = {
+            f"{self.what}_of_{k}": jnp.zeros(self._shape(v.shape), jnp.float32)
+            for k, v in first.items()
+        }
+        return {"count": jnp.zeros((), jnp.int32), **zeros}
 
     def update(
         self, state: Mapping[str, jax.Array], seen: Range
@@ -210,36 +243,150 @@ class Average:
         _check_same_parts(state, seen)
         new = {"count": state["count"] + 1}
         for name, value in seen.items():
-            total = state[f"sum_of_{name}"]
-            if total.shape != value.shape:
+            held = state[f"{self.what}_of_{name}"]
+            if held.shape != self._shape(value.shape):
                 raise ValueError(
                     f"range {name!r} now has shape {value.shape}, but the statistics were "
-                    f"gathered with {total.shape}. Name the axes that vary in act_batch_axes."
+                    f"gathered with {held.shape}. Name the axes that vary in act_batch_axes."
                 )
-            new[f"sum_of_{name}"] = total + value.astype(jnp.float32)
+            added = self._add(name, held, value.astype(jnp.float32), new["count"])
+            new[f"{self.what}_of_{name}"] = added
         return new
 
     def range(
         self, state: Mapping[str, jax.Array], default: Range | None = None
     ) -> dict:
-        count = jnp.maximum(state["count"], 1).astype(jnp.float32)
-        mean = {
-            k.removeprefix("sum_of_"): v / count
-            for k, v in state.items()
-            if k != "count"
-        }
+        parts = {k.split("_of_")[-1]: v for k, v in state.items() if k != "count"}
+        found = {k: self._read(k, v, state["count"]) for k, v in parts.items()}
         if default is None:
-            return mean
+            return found
         _check_same_parts(state, default)
         seen = state["count"] > self.bootstrap_steps
         return {
-            k: jnp.where(seen, mean[k].astype(v.dtype), v) for k, v in default.items()
+            k: jnp.where(seen, found[k].astype(v.dtype), v) for k, v in default.items()
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Average(Statistic):
+    """The mean of every range seen; within a batch, too."""
+
+    @property
+    def what(self) -> str:
+        return "sum"
+
+    def _add(self, part: str, held, value, count) -> jax.Array:
+        return held + value
+
+    def _read(self, part: str, held, count) -> jax.Array:
+        return held / jnp.maximum(count, 1).astype(jnp.float32)
+
+    def within(self, seen: Range, axes: tuple[int, ...]) -> dict[str, jax.Array]:
+        return {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Widest(Statistic):
+    """The widest range seen: nothing of the data it is gathered from is clipped."""
+
+    @property
+    def what(self) -> str:
+        return "max"
+
+    def _add(self, part: str, held, value, count) -> jax.Array:
+        return (jnp.minimum if part == "min" else jnp.maximum)(held, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ema(Statistic):
+    """An average in which a batch counts `decay` times as much as the one after it. It is
+    corrected for its start at zero in every step, so state is the range itself."""
+
+    decay: float = 0.99
+
+    @property
+    def what(self) -> str:
+        return f"ema,{self.decay:g}"
+
+    def _add(self, part: str, held, value, count) -> jax.Array:
+        weight = (1 - self.decay) / (1 - self.decay ** count.astype(jnp.float32))
+        return held + weight * (value - held)
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentile(Statistic):
+    """The range that `percent` of the last LENGTH batches keep within."""
+
+    percent: float = 99.0
+    LENGTH: ClassVar[int] = 256
+
+    @property
+    def what(self) -> str:
+        return f"percentile,{self.percent:g}"
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.LENGTH, *shape
+
+    def _add(self, part: str, held, value, count) -> jax.Array:
+        return held.at[(count - 1) % self.LENGTH].set(value)
+
+    def _read(self, part: str, held, count) -> jax.Array:
+        row = jnp.arange(self.LENGTH).reshape(-1, *[1] * (held.ndim - 1))
+        is_seen = jnp.broadcast_to(row < jnp.maximum(count, 1), held.shape)
+        low = -1 if part == "min" else 1
+        return low * _percentile(low * held, self.percent, is_seen, {"axis": 0})
+
+
+#     over batches   the statistic        what is written      the number lies in
+_OVER_BATCHES = {
+    "mean":       (Average,    "mean",                     None),
+    "max":        (Widest,     "max",                      None),
+    "ema":        (Ema,        "ema,<decay>",              (0, 1)),
+    "percentile": (Percentile, "percentile,<of batches>",  (0, 100)),
+}  # fmt: skip
+
+
+@functools.cache
+def statistic(text: bool | str) -> Statistic:
+    """What `act_static_scale` asks for: True and "mean", "max", "ema,0.99", "percentile,99".
+
+    >>> statistic("ema,0.9").decay
+    0.9
+    """
+    name, *numbers = ["mean"] if text is True else str(text).lower().split(",")
+    usage = ", ".join(f"{written!r}" for _, written, _ in _OVER_BATCHES.values())
+    wrong = ValueError(
+        f"act_static_scale={text!r}: write True or one of {usage}, which say what the ranges "
+        "of many batches come to."
+    )
+    kind, _, bounds = _OVER_BATCHES.get(name.strip(), (None, None, None))
+    if kind is None or len(numbers) != (bounds is not None):
+        raise wrong
+    if bounds is None:
+        return kind()
+    try:
+        number = float(numbers[0])
+    except ValueError:
+        raise wrong from None
+    if not bounds[0] < number < bounds[1]:
+        raise ValueError(
+            f"act_static_scale={text!r}: the number lies between {bounds[0]} and {bounds[1]}."
+        )
+    return kind(0, number)
+
+
+def statistic_of(state: Mapping[str, jax.Array]) -> Statistic:
+    """The statistic that a state was gathered by."""
+    what = {k.split("_of_")[0] for k in state if k != "count"}
+    if len(what) != 1:
+        raise ValueError(f"{sorted(state)} are not the parts of one statistic.")
+    (name,) = what
+    return statistic("mean" if name == Average().what else name)
 
 
 def _check_same_parts(state: Mapping[str, jax.Array], seen: Range) -> None:
     """Refuses a range of another kind than the statistics are of."""
-    held = {k.removeprefix("sum_of_") for k in state if k != "count"}
+    held = {k.split("_of_")[-1] for k in state if k != "count"}
     if held != set(seen):
         raise ValueError(
             f"the statistics are of {sorted(held)}, and the range has {sorted(seen)}: they "

@@ -26,6 +26,11 @@ def check_rule(rule: QuantizationRule) -> None:
                 f"{where}: LiteRT has no {field} {as_format(value).name}. "
                 f"There are: {', '.join(known)}."
             )
+    if isinstance(rule.act_static_scale, str):
+        raise ValueError(  # noqa: TRY004
+            f"{where}: act_static_scale={rule.act_static_scale!r}, but LiteRT's static ranges "
+            "are means, as Qwix's statistics have them. Write True."
+        )
     if rule.tile_size is not None:
         raise ValueError(
             f"{where}: tile_size={rule.tile_size}, but LiteRT has one scale per channel. "

@@ -19,7 +19,7 @@ from flax import nnx
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.numerics import views
-from midtread.numerics.calibration import Average
+from midtread.numerics.calibration import statistic_of
 from midtread.numerics.qarray import QArray, quantize_by_spec
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
@@ -127,7 +127,7 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
                 f"the quantized model has no static scale at {scale_path}."
             )
         scales = compute_scales(
-            Average().range(stat), target.how.format, target.how.scale_rule
+            statistic_of(stat).range(stat), target.how.format, target.how.scale_rule
         )
         out[scale_path] = target.replace(array=scales.scale)
         if scales.zero_point is not None:

@@ -26,7 +26,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import computed_from, origin_is_hidden, owners, turn_of
-from midtread.numerics.calibration import Average
+from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
 from midtread.numerics.scales import compute_scales
@@ -510,11 +510,12 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
         stat = getattr(module, name, None) if isinstance(module, nnx.Module) else None
         if isinstance(stat, flaxlib.QuantStat):
             delattr(module, name)
-            seen = Average().range(flaxlib.read(stat))
+            held = flaxlib.read(stat)
+            seen = statistic_of(held).range(held)
         else:
             axes = tuple(a % x.ndim for a in rule.act_batch_axes)
             seen = calibrate(jax.lax.stop_gradient(x), spec)
-            seen = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
+            seen = statistic(rule.act_static_scale).within(seen, axes)
         return compute_scales(seen, spec.format, spec.scale_rule)
 
     scale = flaxlib.param(module, f"{name}_scale", lambda: WithAux(init().scale, spec))

@@ -17,7 +17,7 @@ from midtread.model import flaxlib, intercept
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.numerics.calibration import Average
+from midtread.numerics.calibration import statistic
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
@@ -116,20 +116,20 @@ class QtProvider(QuantizationProvider):
         return bool(rule.act_static_scale)
 
     def _range(self, rule: QtRule, op_id: str, c, side: str, spec: Spec, x, weight):
-        """Of an activation the average so far; the current one until there is an
-        average. None, that of the data, for a weight."""
+        """Of an activation what those of earlier batches come to; the current one until
+        there are some. None, that of the data, for a weight."""
         if weight:
             return None
         module, name = intercept.current_module(), f"{op_id}_{side}"
         spec = c.place(spec, side)
         axes = tuple(a % x.ndim for a in rule.act_batch_axes)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
-        seen = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
-        average = Average()
-        stat = flaxlib.variable(module, "quant_stats", name, lambda: average.init(seen))
+        how = statistic(rule.act_static_scale)
+        seen = how.within(seen, axes)
+        stat = flaxlib.variable(module, "quant_stats", name, lambda: how.init(seen))
         if flaxlib.can_update(module):
-            flaxlib.write(stat, average.update(flaxlib.read(stat), seen))
-        return average.range(flaxlib.read(stat), seen)
+            flaxlib.write(stat, how.update(flaxlib.read(stat), seen))
+        return how.range(flaxlib.read(stat), seen)
 
     # Random numbers. Linen splits a stream over the layers of a scan. In NNX a module that
     # rounds at random holds Rngs; one that stands for a stack of layers holds a stack.
