@@ -26,6 +26,7 @@ NOT_TAKEN = {
     "_einsum_fn": "another engine below PTQ",
     "_conv_general_dilated_fn": "another engine below PTQ",
 }
+ELSEWHERE = ("qwix._src.providers.odml_ops",)  # tests/peers/test_qwix_odml.py
 NO_SIGNATURE = ("NoiseFn", "ShapeT")  # annotations
 # Names that the program does not use, and why.
 NOT_RUN = {
@@ -106,4 +107,6 @@ def test_the_program_uses_every_name():
     for module, rows in MODULES.items():
         for name in rows:
             used = re.search(rf"\b{re.escape(name)}\b", text)
-            assert used or name in NOT_RUN or module in LATER, f"{module}.{name}"
+            assert used or name in NOT_RUN or module in LATER + ELSEWHERE, (
+                f"{module}.{name}"
+            )

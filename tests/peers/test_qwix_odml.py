@@ -191,6 +191,27 @@ def test_statistics_and_annotations(name, x):
     assert by_scale(ours) == by_scale(peers)
 
 
+def l2_norm(x):
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
+
+
+def test_a_function_registered_as_an_op(x):
+    model = Of(lambda x: l2_norm(nn.Dense(8, use_bias=False)(x)))
+    params = narrow(jax.jit(model.init)(jax.random.key(1), x)["params"])
+    found = []
+    for library, make in ((mt, mt.OdmlQatProvider), (qwix, odml.OdmlQatProvider)):
+        provider = make(rules(library))
+        provider._ops[f"{__name__}.l2_norm"] = provider._ops["jax.numpy.tanh"]
+        found.append(gathered(library, provider, model, params, x))
+    (out, stats), (theirs, wanted) = found
+    assert jax.tree.structure(stats) == jax.tree.structure(wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2),
+        stats, wanted,
+    )  # fmt: skip
+    assert np.mean(np.abs(out - theirs) < 1.5 / 128) > 0.98
+
+
 @pytest.mark.parametrize(
     "fields, options",
     [

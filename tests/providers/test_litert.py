@@ -1,5 +1,7 @@
 """LiteRT providers without LiteRT: which edges are quantized, and how."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 import midtread as mt
 from midtread.model import everyop, running
+from midtread.providers import litert_own
 
 INT8 = [mt.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 
@@ -50,6 +53,51 @@ def test_matmul_bias_and_relu_stay_together(x):
         "Dense_0/dot_general0_lhs",
         "final_output0",
     ]
+
+
+def l2_norm(x):
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
+
+
+class Twice(litert_own.QuantizedOp):
+    """A handler with a `__call__` of its own."""
+
+    input_idx = (0,)
+
+    def __call__(self, x):
+        if not self._inputs_have_activations([x]):
+            return self._call_original_op(x)
+        rule, op_id = self._get_rule_and_op_id_fn("twice")
+        x = self._maybe_fake_quant(x, rule, op_id)
+        return self._fake_quant_output(self._call_original_op(x), rule)
+
+
+@pytest.mark.parametrize("op, name", [
+    (litert_own.get_all_ops()["jax.numpy.tanh"], "l2_norm0"),
+    (functools.partial(litert_own.QuantizedOp, input_idx=[0], op_name="unit"), "unit0"),
+    (Twice, "twice0"),
+], ids=["as tanh", "generic", "own"])  # fmt: skip
+def test_a_function_of_ones_own_becomes_one_op(x, op, name):
+    fn = lambda x: l2_norm(nn.Dense(4)(x))
+    assert "maximum0_lhs" in names(seen(fn, x)[1])
+    provider = mt.OdmlQatProvider(INT8)
+    provider._ops[f"{__name__}.l2_norm"] = op
+    model = mt.quantize_model(Of(fn), provider)
+    stats = jax.eval_shape(model.init, jax.random.key(0), x)["quant_stats"]
+    found = names(stats)
+    assert found == sorted(["Dense_0/dot_general0_lhs", name, "final_output0"])
+
+
+def test_what_cannot_be_registered_is_refused():
+    ops = litert_own.get_all_ops()
+    for change, said in (
+        (ops | {"jax.lax.dot_general": litert_own.NoQuantOp}, "handles it itself"),
+        ({k: v for k, v in ops.items() if k != "jax.numpy.sin"}, "put NoQuantOp there"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            litert_own.handlers(mt.OdmlQatProvider(INT8), change)
+    with pytest.raises(TypeError, match="which is never called here"):
+        type("Late", (litert_own.QuantizedOp,), {"_fake_quant_inputs": None})
 
 
 def test_only_a_bias_is_one(x):

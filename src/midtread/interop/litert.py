@@ -183,6 +183,7 @@ def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, 
         provider = OdmlConversionProvider(
             trained.given, variables.get("params", {}), stats, **options
         )
+        provider._ops = trained._ops
         twin = quantize_model(model, provider, methods=(method,))
         held = {k: v for k, v in variables.items() if k != "quant_stats"}
         return provider, lambda *x: twin.apply(held, *x, method=method, **call)
@@ -191,6 +192,7 @@ def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, 
     stats = nnx.state(model, flaxlib.QuantStat) if quant_stats is None else quant_stats
     params = nnx.state(model, nnx.Param)
     provider = OdmlConversionProvider(trained.given, params, stats, **options)
+    provider._ops = trained._ops
     twin = flaxlib.adopt_nnx(nnx.clone(model), provider, method)
     return provider, lambda *x: getattr(twin, method)(*x, **call)
 

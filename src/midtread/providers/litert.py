@@ -36,6 +36,7 @@ from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
 from midtread.providers import litert_ops as table
+from midtread.providers import litert_own
 from midtread.providers.litert_kinds import Kinds
 from midtread.providers.litert_matmuls import Matmuls
 from midtread.providers.litert_ops import Edge, Edges, grid_of, is_float
@@ -80,6 +81,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             fixed_range_for_outputs, "fixed_range_for_outputs"
         )
         self.left_float: dict[tuple[str, str], str] = {}  # (path, op) -> why
+        self._ops = litert_own.get_all_ops()  # to add functions to, as in Qwix
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         check_rule(rule)
@@ -111,6 +113,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             "dot": lambda *args, **kwargs: self._run("dot", jnp.dot, args, kwargs),
             "module": self._called,
             "param": self._param,
+            **litert_own.handlers(self, self._ops),
         }
 
     def _function(self, row, call, *args, **kwargs):

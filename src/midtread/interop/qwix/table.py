@@ -90,6 +90,17 @@ _ODML = {
     "OdmlConversionProvider": ":OdmlConversionProvider",
 }
 
+_ODML_OPS = {
+    name: f"providers.litert_own:{name}"
+    for name in (
+        "AuxDataKey", "BatchNorm", "Concatenate", "CustomJvpCall", "DotEinsumConv",
+        "Dropout", "FakeQuantFn", "FinalOutput", "GetRuleAndOpIdFn", "ModelInput",
+        "NoQuantOp", "NotAnActivationError", "OnlyInputOp", "OnlyOutputOp",
+        "PrimitiveBindOp", "QuantizedOp", "Silu", "Softmax", "Take", "Tanh", "UfuncCall",
+        "get_all_ops",
+    )
+}  # fmt: skip
+
 _LORA = {
     "LoraProvider": "providers.lora:LoraProvider",
     "LoraRule": "providers.lora:LoraRule",
@@ -257,6 +268,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "qwix._src.providers.lora": _LORA,
     "qwix._src.providers.odml": _ODML,
+    "qwix._src.providers.odml_ops": _ODML_OPS,
     "qwix._src.utils": {},
     "qwix._src.utils.flax_util": _FLAX_UTIL,
     "qwix._src.utils.checkpoint_util": _CHECKPOINTS,
