@@ -98,6 +98,17 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, capsys):
     assert losses(tmp_path / "a") == losses(whole.folder)
 
 
+def test_more_steps_extend_a_run_and_fewer_are_refused(whole, tmp_path, capsys):
+    shutil.copytree(whole.folder, tmp_path / "a")
+    words = ["run_name=a", "learning_rate=0.01"]
+    with pytest.raises(UsageError, match="holds a run with steps=20, now steps=19"):
+        train(config(tmp_path, *words, "steps=19"))
+    train(config(tmp_path, *words, "steps=22"))
+    assert "resumed at step 20" in capsys.readouterr().out
+    after = losses(tmp_path / "a")
+    assert len(after) == 22 and after[:20] == losses(whole.folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_a_run_on_a_library_goes_on_bit_for_bit(tmp_path, monkeypatch, packing):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, serialization
 
 import midtread as mt
 from tests.support import shared_variables
@@ -619,6 +619,31 @@ def test_a_linen_module_bridged_to_nnx(kind):
         out = quantized(X)
     assert not np.array_equal(out, model(X))
     np.testing.assert_allclose(out, model(X), atol=0.1)
+
+
+def test_shapes_of_all_collections_are_told_from_those_of_params():
+    served = mt.quantize_model(nn.Dense(4), mt.PtqProvider([mt.QtRule(**INT8)]))
+    shapes = jax.eval_shape(served.init, jax.random.key(0), X)
+    variables = nn.Dense(4).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"write shapes\['params'\]"):
+        mt.quantize_params(variables["params"], shapes)
+    with pytest.raises(ValueError, match=r"write variables\['params'\]"):
+        mt.quantize_params(variables, shapes["params"])
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_flax_serialization(qtype):
+    x = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16)
+    tile = {"mxfp4": 32, "nvfp4": 16}.get(qtype)
+    spec = mt.Spec(qtype, tiled_axes={0: tile} if tile else {})
+    box = mt.WithAux(mt.quantize(x, qtype, tiled_axes=spec.tiles), spec)
+    saved = serialization.to_bytes({"w": box})
+    zeros = jax.tree.map(jnp.zeros_like, {"w": box})
+    back = serialization.from_bytes(zeros, saved)["w"]
+    assert jax.tree.structure(back) == jax.tree.structure(box)
+    for ours, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(box)):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 class Rewritten(nn.Module):

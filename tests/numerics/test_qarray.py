@@ -451,3 +451,14 @@ def test_small_arrays_are_measured_in_bytes():
 def test_a_format_that_is_nearly_right():
     with pytest.raises(ValueError, match="Did you mean 'int8'"):
         quantize(jnp.ones(4), "int_8")
+
+
+@pytest.mark.parametrize(
+    "fn", [jnp.sum, jnp.abs, lambda q: jnp.dot(jnp.ones((2, 4)), q)]
+)
+def test_jax_functions_are_answered_with_what_to_write(fn):
+    q = quantize(jnp.ones((4, 4)), "int8")
+    with pytest.raises(
+        TypeError, match=r"mt\.dot, .* and mt\.dequantize makes an array"
+    ):
+        fn(q)

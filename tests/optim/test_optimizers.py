@@ -163,3 +163,10 @@ def test_what_cannot_be_is_refused():
     tx = optim.stochastic_rounding()
     with pytest.raises(ValueError, match="needs params"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+def test_codes_are_refused_with_what_to_write(qtype):
+    params = {"kernel": mt.quantize(jnp.ones((4, 4)), qtype)}
+    with pytest.raises(ValueError, match="kernel/qvalue holds codes .* mt.QtProvider"):
+        optim.adamw(1e-3).init(params)

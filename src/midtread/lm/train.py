@@ -50,7 +50,8 @@ from midtread.lm.mesh import Layout, layout_of
 from midtread.report.run import read
 from midtread.report.terminal import Terminal
 
-# keys that may differ from those a run was begun with
+# Keys that may differ from those a run was begun with. Also `steps`, if it is raised: the
+# learning rate goes on by the schedule of the longer run.
 FREE = {
     *keys(Decoding), "overwrite", "enable_tensorboard", "eval_interval", "eval_steps",
     "target_loss", "async_checkpointing", "checkpoint_period",
@@ -87,8 +88,9 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
         before = settings.load([str(held)])
         for name in keys():
             was, now = getattr(before, name), getattr(config, name)
+            is_extended = name == "steps" and now > was
             require(
-                was == now or name in FREE,
+                was == now or name in FREE or is_extended,
                 f"{folder} holds a run with {name}={was}, now {name}={now}: choose "
                 "another run_name, or write overwrite=true to start over.",
             )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, serialization
 
 from midtread.model import flaxlib, intercept, running
 from midtread.numerics.qarray import QArray, dequantize
@@ -178,3 +178,50 @@ for _name in ("neg", "pos", "abs", "add", "sub", "mul", "truediv", "floordiv", "
     setattr(WithAux, f"__{_name}__", _of_values(f"__{_name}__"))
 
 nnx.register_data_type(WithAux)
+
+
+# flax.serialization: the arrays by name; what they mean is known from the target.
+
+
+def _as_bytes(part: Any) -> Any:
+    """MessagePack knows NumPy's own dtypes and bfloat16; others of a byte go as uint8."""
+    return np.asarray(part).view(np.uint8) if _is_foreign(part) else part
+
+
+def _is_foreign(part: Any) -> bool:
+    dtype = np.dtype(part.dtype)
+    return dtype.itemsize == 1 and dtype.name not in ("int8", "uint8", "bool")
+
+
+def _parts_of(q: QArray) -> dict[str, Any]:
+    names = [
+        f.name for f in dataclasses.fields(q) if f.name not in ("qtype", "logical")
+    ]
+    return {n: getattr(q, n) for n in names if getattr(q, n) is not None}
+
+
+def _restored(target: QArray, state: dict[str, Any]) -> QArray:
+    parts = _parts_of(target)
+    if state.keys() != parts.keys():
+        raise ValueError(
+            f"a QArray of {sorted(parts)} is to be restored from {sorted(state)}: was it "
+            "saved in another format?"
+        )
+    back = lambda name, held: (
+        np.asarray(state[name]).view(held.dtype) if _is_foreign(held) else state[name]
+    )
+    return target.replace(**{name: back(name, held) for name, held in parts.items()})
+
+
+serialization.register_serialization_state(
+    QArray,
+    lambda q: {name: _as_bytes(part) for name, part in _parts_of(q).items()},
+    _restored,
+)
+serialization.register_serialization_state(
+    WithAux,
+    lambda box: serialization.to_state_dict(box.array),
+    lambda box, state: box.replace(
+        array=serialization.from_state_dict(box.array, state)
+    ),
+)

@@ -183,6 +183,9 @@ class QArray:
             "mt.dequantize makes an array of it."
         )
 
+    def __jax_array__(self):  # so that jnp.dot and jnp.sum say the same
+        self.__array__()
+
     def __repr__(self) -> str:
         if hasattr(self.qvalue, "get_value"):  # NNX: its parts are Variables
             return repr(self.map(lambda part: part.get_value()))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.numerics import rounding
+from midtread.numerics import dtypes, rounding
 from midtread.numerics.qarray import QArray
 from midtread.optim import moments
 
@@ -43,7 +43,15 @@ def _random(seed: int, count: jax.Array, path: tuple, shape: tuple) -> jax.Array
 
 
 def _init(params: Any, moment: moments.Moment | None, is_wide: Callable) -> Any:
-    make = lambda path, p: moments.zeros(moment, _name(path), p, is_wide)
+    def make(path: tuple, p: Any) -> Any:
+        if not dtypes.is_wide(p.dtype):
+            raise ValueError(
+                f"{_name(path)} holds codes ({p.dtype.name}), which no optimizer can move: "
+                "train the float model under mt.QtProvider, or adapters over the codes "
+                "(mt.apply_lora_to_model, and the optimizer over these alone)."
+            )
+        return moments.zeros(moment, _name(path), p, is_wide)
+
     return jax.tree_util.tree_map_with_path(make, params)
 
 

@@ -80,7 +80,10 @@ def quantize_params(
         if target is None:
             if allow_extra_params:
                 continue
-            raise ValueError(f"{path} is not found in the abstract_quantized_params.")
+            raise ValueError(
+                f"{path} is not found in the abstract_quantized_params."
+                f"{_which_half(params, abstract_quantized_params)}"
+            )
         out[path] = _like(target, jnp.asarray(param), name)
     out |= _static_scales(abstract_quantized_params, quant_stats or {})
     if isinstance(abstract_quantized_params, Mapping):
@@ -88,6 +91,17 @@ def quantize_params(
     if isinstance(abstract_quantized_params, nnx.Module):
         out = nnx.to_pure_dict(nnx.state(out))
     return flax.traverse_util.unflatten_dict(out)
+
+
+def _which_half(params: Mapping, abstract: Any) -> str:
+    """What to write where one of the two is a tree of collections and the other is not."""
+    if not isinstance(abstract, Mapping):
+        return ""
+    if "params" in abstract and "params" not in params:
+        return " These are all collections: write shapes['params']."
+    if "params" in params and "params" not in abstract:
+        return " params are all collections: write variables['params']."
+    return ""
 
 
 def _like(target: Any, param: jax.Array, name: str) -> Any:
