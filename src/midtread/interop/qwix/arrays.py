@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from midtread.numerics import calibration as calibration_
 from midtread.numerics import qarray, rounding, views
-from midtread.numerics.formats import NF4, as_format
+from midtread.numerics.formats import FORMATS, NF4, as_format
 from midtread.numerics.qarray import QArray
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
@@ -41,13 +41,18 @@ def replace_reciprocal(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowToQuantize:
-    """How one array is quantized. As in Qwix, what makes no sense is found out in use."""
+    """How one array is quantized. As in Qwix, tiles that a format does not allow are refused
+    at once, and what else makes no sense is found out in use."""
 
     qtype: Any
     channelwise_axes: Collection[int] = ()
     tiled_axes: Mapping[int, int | float] = dataclasses.field(default_factory=dict)
     calibration_method: str = "absmax"
     noise_fn: rounding.Noise | None = None
+
+    def __post_init__(self):
+        if isinstance(self.qtype, str) and self.qtype in FORMATS:
+            Spec(self.qtype, tiled_axes=dict(self.tiled_axes))
 
     @property
     def spec(self) -> Spec:
