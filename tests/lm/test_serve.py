@@ -236,11 +236,23 @@ WRONG = {
         "trained with another tokenizer (byte)",
     ),
     "an algorithm that is none": (
-        ["quantize", "{run}", "quantization=int4w", "algorithm=gptqq"],
+        [
+            "quantize",
+            "{run}",
+            "quantization=int4w",
+            "algorithm=gptqq",
+            "save_quantized_params_path={run}-apart",
+        ],
         "Did you mean 'gptq'?",
     ),
     "factors of inputs": (
-        ["quantize", "{run}", "quantization=int4w", "algorithm=awq,gptq"],
+        [
+            "quantize",
+            "{run}",
+            "quantization=int4w",
+            "algorithm=awq,gptq",
+            "save_quantized_params_path={run}-apart",
+        ],
         "checkpoints have no place for",
     ),
     "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),

@@ -413,11 +413,15 @@ def _cudnn(call: Call) -> jax.Array:
         mask = seen.mask(call.sizes[1])[:, None]
     elif seen.window is not None:
         window = (seen.window - 1, 0)
+    arrays: Any = call.q, call.k, call.v  # restored: none of them is codes any more
     out = jax.nn.dot_product_attention(
-        call.q, call.k, call.v, None, mask,
-        scale=call.scale, is_causal=is_causal,
-        local_window_size=window, implementation="cudnn", return_residual=False,
-    )  # fmt: skip
+        *arrays,
+        mask=mask,
+        scale=call.scale,
+        is_causal=is_causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
     return out[..., :width]
 
 

@@ -188,7 +188,7 @@ class Program:
                 cache=out.cache,
                 tokens=new,
                 left=left,
-                positions=slots.positions + is_open,
+                positions=slots.positions + is_open.astype(jnp.int32),
             )
             return i + 1, slots, made
 
@@ -209,7 +209,7 @@ class Server:
     """A model with slots for sequences.
 
     >>> from midtread.lm import model as models
-    >>> m = Model(num_decoder_layers=1)
+    >>> m = Model(num_decoder_layers=1, dtype="float32")
     >>> server = Server(unstack(models.create(m)), m, slots=2, length=32)
     >>> made = server.prefill({0: [1, 2, 3], 1: [4]}, allowed=5)
     >>> [len(tokens) for tokens in server.step(8).values()], server.free

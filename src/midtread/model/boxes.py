@@ -184,8 +184,13 @@ nnx.register_data_type(WithAux)
 
 
 def _as_bytes(part: Any) -> Any:
-    """MessagePack knows NumPy's own dtypes and bfloat16; others of a byte go as uint8."""
-    return np.asarray(part).view(np.uint8) if _is_foreign(part) else part
+    """MessagePack knows NumPy's own dtypes and bfloat16; others of a byte go as uint8.
+
+    Flax also asks for a state dict inside traces: there a part has no bytes yet.
+    """
+    has_bytes = isinstance(part, jax.Array | np.ndarray)
+    has_bytes = has_bytes and not isinstance(part, jax.core.Tracer)
+    return np.asarray(part).view(np.uint8) if has_bytes and _is_foreign(part) else part
 
 
 def _is_foreign(part: Any) -> bool:
@@ -207,8 +212,11 @@ def _restored(target: QArray, state: dict[str, Any]) -> QArray:
             f"a QArray of {sorted(parts)} is to be restored from {sorted(state)}: was it "
             "saved in another format?"
         )
+    is_bytes = lambda x, held: _is_foreign(held) and x.dtype == np.uint8
     back = lambda name, held: (
-        np.asarray(state[name]).view(held.dtype) if _is_foreign(held) else state[name]
+        np.asarray(state[name]).view(held.dtype)
+        if is_bytes(state[name], held)
+        else state[name]
     )
     return target.replace(**{name: back(name, held) for name, held in parts.items()})
 

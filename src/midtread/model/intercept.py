@@ -519,7 +519,10 @@ def _turns(primitive: str, params: dict[str, Any]) -> list | None:
             _turns(e.primitive.name, e.params) if len(e.invars) == 1 else None
             for e in jaxpr.eqns
         ]
-        return None if None in found else [turn for turns in found for turn in turns]
+        known = [turns for turns in found if turns is not None]
+        return (
+            [t for turns in known for t in turns] if len(known) == len(found) else None
+        )
     return [] if primitive in MOVES else None
 
 
