@@ -7,7 +7,7 @@ import argparse
 import pathlib
 
 from midtread.interop import export, gguf_blocks, gguf_export, quantized
-from midtread.kernels.weight_matmul import few_rows
+from midtread.kernels import weight_matmul
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "formats-in-and-out.md"
 BEGIN, END = (
@@ -21,7 +21,7 @@ HEAD = """| whose | codes here | in | out: `format=` | kernel for the weight |
 
 def _kernel(qtype: str, has_zero: bool) -> str:
     """How few rows are multiplied by such weights on an NVIDIA GPU."""
-    return "yes" if qtype in few_rows.WEIGHTS and not has_zero else "decoded first"
+    return "yes" if qtype in weight_matmul.FORMATS and not has_zero else "decoded first"
 
 
 def _row(whose: str, qtype: str, out: list[str], has_zero: bool = False) -> str:

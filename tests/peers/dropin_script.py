@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import sys
+import typing
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -883,11 +884,13 @@ def errors():
 
 
 def signatures(names):
-    """{name: [(parameter, kind, default)]} of everything callable."""
+    """{name: [(parameter, kind, default)]} of everything callable but annotations."""
     out = {}
     for name in names:
         parent, _, attribute = name.rpartition(".")
         found = getattr(importlib.import_module(parent), attribute, None)
+        if typing.get_origin(found) is not None:
+            continue
         with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(found).parameters.values()
             out[name] = [

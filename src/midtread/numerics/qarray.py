@@ -35,6 +35,26 @@ from midtread.numerics.spec import Spec
 _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
 
 
+class _NotAnArray:
+    """What JAX is given for a QArray where it expects an array.
+
+    `x @ q` is left to QArray.__rmatmul__, because this is none of the types that JAX
+    multiplies; jnp.dot and the like print it in their error, and it says what to write.
+    """
+
+    def __init__(self, array: "QArray"):
+        self._array = array
+
+    def __array__(self, *_, **__):
+        raise TypeError(repr(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"{self._array!r} is not an array: mt.dot, mt.einsum and the like take it, "
+            "and mt.dequantize makes an array of it."
+        )
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=list(_PARTS),
@@ -178,13 +198,10 @@ class QArray:
         return self.map(lambda part: views.part_sharding(sharding, part.shape))
 
     def __array__(self, *_, **__):
-        raise TypeError(
-            f"{self!r} is not an array: mt.dot, mt.einsum and the like take it, and "
-            "mt.dequantize makes an array of it."
-        )
+        raise TypeError(repr(_NotAnArray(self)))
 
-    def __jax_array__(self):  # so that jnp.dot and jnp.sum say the same
-        self.__array__()
+    def __jax_array__(self) -> "_NotAnArray":
+        return _NotAnArray(self)
 
     def __repr__(self) -> str:
         if hasattr(self.qvalue, "get_value"):  # NNX: its parts are Variables

@@ -6,7 +6,7 @@ function of the same op can read.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,26 +47,67 @@ def dot_general_qt_fwd_bwd(*args: Any, **kwargs: Any) -> jax.Array:
 
 
 def conv_general_qt_fwd(
-    lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    config: matmuls.ConvGeneralQtConfig,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, Vjp]:
-    run = lambda lhs, rhs: matmuls.conv_general_qt(lhs, rhs, *args, **kwargs)
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return matmuls.conv_general_qt(
+            lhs, rhs, config, window_strides, padding, lhs_dilation, rhs_dilation,
+            dimension_numbers, feature_group_count, batch_group_count, out_sharding,
+        )  # fmt: skip
+
     return jax.vjp(run, lhs, rhs)
 
 
-def conv_general_qt_bwd(*args: Any) -> tuple[jax.Array, jax.Array]:
-    """Takes what the op was called with, then the residuals and the gradient."""
-    *_, residuals, g = args
-    return residuals(g)
+def conv_general_qt_bwd(
+    config: matmuls.ConvGeneralQtConfig,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    out_sharding: Any,
+    res: Vjp,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    return res(g)
 
 
 def ragged_dot_qt_fwd(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *args: Any, **kwargs: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    config: matmuls.RaggedDotQtConfig,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
 ) -> tuple[jax.Array, Vjp]:
-    run = lambda lhs, rhs: matmuls.ragged_dot_qt(lhs, rhs, group_sizes, *args, **kwargs)
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return matmuls.ragged_dot_qt(
+            lhs, rhs, group_sizes, config, precision, preferred_element_type,
+            group_offset,
+        )  # fmt: skip
+
     return jax.vjp(run, lhs, rhs)
 
 
-def ragged_dot_qt_bwd(*args: Any) -> tuple[jax.Array, jax.Array, None]:
-    """Takes what the op was called with, then the residuals and the gradient."""
-    *_, residuals, g = args
+def ragged_dot_qt_bwd(
+    config: matmuls.RaggedDotQtConfig,
+    precision: Any,
+    preferred_element_type: Any,
+    group_offset: jax.Array | None,
+    residuals: Vjp,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, None]:
     return *residuals(g), None
