@@ -115,7 +115,7 @@ class PtqProvider(QuantizationProvider):
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
-        names = {id(a): self._place(a) for a in args if _is_float(a)}
+        names = {id(a): self._place(a, not boxed) for a in args if _is_float(a)}
         if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
             self._note_met(rule, boxed or any(names.values()))
             self._note_computed(
@@ -180,12 +180,15 @@ class PtqProvider(QuantizationProvider):
                 "rule the format that the weight has."
             )
 
-    def _place(self, x: jax.Array) -> tuple[Any, str, tuple[int, ...]] | None:
+    def _place(
+        self, x: jax.Array, elsewhere: bool = True
+    ) -> tuple[Any, str, tuple[int, ...]] | None:
         """(module, name, axes) of the parameter that x is, None for an activation: axis i
-        of x is the parameter's axes[i]."""
+        of x is the parameter's axes[i]. Where the other operand is a weight already, only
+        the module's own parameters are asked, and not those held `elsewhere`."""
         module = intercept.current_module()
         name = self.find_param(module, x)
-        if name is None:
+        if name is None and elsewhere:
             module, name = self._held_elsewhere(module, x)
         axes = None if name is None else turn_of(module, name, x)
         if axes is None or not self._is_of_model(module, name):
@@ -196,7 +199,10 @@ class PtqProvider(QuantizationProvider):
         """(module, name) of a parameter that another module of the model holds."""
         call = running.call_of(self)
         known = [call.notes.get("made", {})]
-        for root in (module, call.model):
+        roots = [call.model]
+        if self._outer_module(module) is not module:  # nobody's, or a transform's
+            roots.append(module)
+        for root in roots:
             if isinstance(root, nnx.Module):
                 every = call.notes.setdefault("owners", {})
                 if id(root) not in every:  # with it: id() of one gone is used again
@@ -249,12 +255,18 @@ class PtqProvider(QuantizationProvider):
         inside = module.path[len(root.path) :]
         return value_at(root.variables.get("params"), (*inside, name)) is not None
 
+    def _outer_module(self, module: Any) -> Any:
+        """What the model holds at the path of an NNX module."""
+        if not isinstance(module, nnx.Module):
+            return module
+        return value_at(running.call_of(self).model, module._path)
+
     def _outer(self, module: Any, name: str) -> Any:
         """The model's own module where `module` is a stand-in for it that a transform made,
         unless it holds one layer of many."""
-        if not isinstance(module, nnx.Module):
+        outer = self._outer_module(module)
+        if outer is module:
             return module
-        outer = value_at(running.call_of(self).model, module._path)
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
         return outer if theirs == ours else module
 
