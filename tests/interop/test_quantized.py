@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.interop import huggingface, quantized
+from midtread.interop import huggingface, quantized, safetensors
 from midtread.numerics.qarray import QArray
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -135,6 +135,36 @@ def test_what_is_not_read_is_named(tmp_path, name, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         quantized.open_model(path)
     assert str(path) in str(raised.value)
+
+
+def described(path, change):
+    """A folder of torchao whose metadata `change` has been at."""
+    shutil.copytree(FIXTURES / "torchao-int8-dynamic", path)
+    file = path / "model.safetensors"
+    reader = safetensors.Reader.of(str(file))
+    tensors = {k: reader.mapped(k).copy() for k in reader.tensors}
+    about = json.loads(reader.metadata["a.weight"])
+    change(about)
+    metadata = {**reader.metadata, "a.weight": json.dumps(about)}
+    listed = {k: huggingface.Tensor(v.shape, v.dtype) for k, v in tensors.items()}
+    safetensors.write(file, listed, tensors.values(), metadata)
+    return path
+
+
+def test_torchao_says_what_is_quantized_besides(tmp_path):
+    source = quantized.open_model(FIXTURES / "torchao-int8-dynamic")
+    assert source.activations == {"a.weight": ("int8", None)} and not source.notes
+
+    def asymmetric(about):
+        given = about["_data"]["act_quant_kwargs"]["_data"]
+        given["mapping_type"]["_data"] = "ASYMMETRIC"
+
+    source = quantized.open_model(described(tmp_path / "zeros", asymmetric))
+    assert not source.activations and "no zero points" in source.notes[0]
+
+    packed = lambda about: about.update(_type="Int4TilePackedTo4dTensor")
+    with pytest.raises(ValueError, match="int4_packing_format='plain'"):
+        quantized.open_model(described(tmp_path / "packed", packed))
 
 
 def test_the_table_of_the_docs_is_current():

@@ -1,4 +1,5 @@
-"""Folders that we export, loaded by transformers with compressed-tensors, and by mlx-lm.
+"""Folders that we export, loaded by transformers with compressed-tensors, and by mlx-lm;
+and a model that transformers save through torchao, loaded here.
 
 Their logits are ours on the same codes: the model that `convert.load` makes of the folder.
 """
@@ -93,3 +94,20 @@ def test_mlx_lm_gives_our_logits(folder, tmp_path):
     want = np.array(model(mx.array(TOKENS)).astype(mx.float32))
     got = ours(path)
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int3-asymmetric"])
+def test_what_torchao_saves_gives_its_logits(folder, tmp_path, kind):
+    peer.load("torchao", "0.18.0", "torchao")
+    from tests.interop.fixtures.make_layouts import torchao_models
+
+    given = transformers.TorchAoConfig(torchao_models()[kind])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder.path, dtype=torch.float32, quantization_config=given
+    )
+    model.save_pretrained(tmp_path / "out", max_shard_size="1MB")
+    with torch.no_grad():
+        want = model(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(
+        ours(tmp_path / "out"), want, atol=2e-5 * np.abs(want).max()
+    )

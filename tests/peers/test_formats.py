@@ -1,8 +1,7 @@
 """Quantized weights that others wrote, and weights of ours that others read.
 
-The peers are the packages themselves on a CPU: compressed-tensors 0.20.0 (with torch), gguf
-0.19.0, bitsandbytes 0.50.2, mlx 0.32.4. Without one its tests are skipped; what they wrote
-is also in tests/interop/fixtures, for everyone.
+The peers are the packages themselves on a CPU, in the versions of `VERSIONS`. Without one
+its tests are skipped; what they wrote is also in tests/interop/fixtures, for everyone.
 """
 
 import jax.numpy as jnp
@@ -10,12 +9,39 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.interop import bitsandbytes, compressed_tensors, gguf_blocks, gptq, mlx
+from midtread.interop import (
+    bitsandbytes,
+    compressed_tensors,
+    gguf_blocks,
+    gptq,
+    huggingface,
+    mlx,
+    quantized,
+    safetensors,
+    torchao,
+)
 from midtread.numerics.qarray import QArray
+from tests.interop.fixtures import make_layouts as made
 from tests.interop.fixtures.make_layouts import compressed, to_numpy
+from tests.peers import peer
 
 ROWS, COLUMNS = 64, 256
 pytestmark = pytest.mark.filterwarnings("ignore")  # of others
+
+
+VERSIONS = {
+    "compressed-tensors": "0.20.0",
+    "gguf": "0.19.0",
+    "bitsandbytes": "0.50.2",
+    "mlx": "0.32.4",
+    "torchao": "0.18.0",
+}
+
+
+def load(package, *modules):
+    """Modules of a peer, in the version that is compared with; skipped without it."""
+    found = peer.load(package, VERSIONS[package], *modules)
+    return found[0] if len(found) == 1 else found
 
 
 def weight(seed=0, shape=(ROWS, COLUMNS)):
@@ -64,7 +90,7 @@ PRESETS = ["W4A16", "W4A16_ASYM", "W8A8", "W8A16", "W3A16", "FP8_DYNAMIC", "FP8_
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compressed_tensors_is_read(preset):
-    pytest.importorskip("compressed_tensors")
+    load("compressed-tensors", "compressed_tensors")
     config, tensors, want = compressed(preset, weight(shape=(256, 256)))
     found = compressed_tensors.find({k: Shape(v) for k, v in tensors.items()}, config)
     assert found.weights["a.weight"].shape == (256, 256)
@@ -94,7 +120,7 @@ def ours(qtype, tiles, options, w=None) -> QArray:
 
 @pytest.mark.parametrize("name", list(OURS))
 def test_compressed_tensors_reads_ours(name):
-    pytest.importorskip("compressed_tensors")
+    load("compressed-tensors", "compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -114,7 +140,7 @@ def test_compressed_tensors_reads_ours(name):
 
 
 def test_awq_is_read_as_compressed_tensors_converts_it():
-    pytest.importorskip("compressed_tensors")
+    load("compressed-tensors", "compressed_tensors")
     from compressed_tensors.entrypoints.convert.converters.autoawq import (
         AutoAWQConverter,
     )
@@ -139,7 +165,7 @@ def test_awq_is_read_as_compressed_tensors_converts_it():
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_gguf_is_read(kind):
-    gguf = pytest.importorskip("gguf")
+    gguf = load("gguf", "gguf")
     number = gguf.GGMLQuantizationType[kind]
     raw = gguf.quantize(weight(), number)
     block = gguf_blocks.BLOCKS[kind]
@@ -157,7 +183,7 @@ def test_gguf_is_read(kind):
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_gguf_reads_our_k_quants(kind):
-    gguf = pytest.importorskip("gguf")
+    gguf = load("gguf", "gguf")
     block = gguf_blocks.BLOCKS[kind]
     raw = block.encode(weight().reshape(-1, block.size))
     got = gguf.dequantize(raw.reshape(ROWS, -1), gguf.GGMLQuantizationType[kind])
@@ -170,7 +196,7 @@ def test_gguf_reads_our_k_quants(kind):
 
 @pytest.mark.parametrize("bits", mlx.BITS)
 def test_mlx_is_read_and_reads_ours(bits):
-    mx = pytest.importorskip("mlx.core")
+    mx = load("mlx", "mlx.core")
     w = mx.array(weight())
     codes, scales, biases = mx.quantize(w, group_size=64, bits=bits)
     want = np.array(mx.dequantize(codes, scales, biases, group_size=64, bits=bits))
@@ -191,8 +217,7 @@ def test_mlx_is_read_and_reads_ours(bits):
 
 @pytest.mark.parametrize("double", [False, True])
 def test_nf4_of_bitsandbytes_is_read(double):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    import torch
+    functional, torch = load("bitsandbytes", "bitsandbytes.functional", "torch")
 
     raw, state = functional.quantize_4bit(
         torch.from_numpy(weight()), quant_type="nf4", compress_statistics=double
@@ -210,8 +235,7 @@ def test_nf4_of_bitsandbytes_is_read(double):
 
 
 def test_int8_of_bitsandbytes_is_read():
-    functional = pytest.importorskip("bitsandbytes.functional")
-    import torch
+    functional, torch = load("bitsandbytes", "bitsandbytes.functional", "torch")
 
     codes, largest, _ = functional.int8_vectorwise_quant(
         torch.from_numpy(weight()).half()
@@ -223,3 +247,40 @@ def test_int8_of_bitsandbytes_is_read():
     np.testing.assert_allclose(
         values(read_all(found, tensors)["a.weight"]), want, rtol=3e-7
     )
+
+
+# --- torchao ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "int4", "int3-asymmetric", "float8", "mxfp8", "nvfp4"]
+)
+def test_torchao_is_read(name, tmp_path):
+    """160 rows, so that scales in tiles of 128 rows are filled up."""
+    load("torchao", "torchao")
+    config = made.torchao_models()[name]
+    about, tensors, want, metadata = made.torchao(config, (160, 192))
+    listed = {k: huggingface.Tensor(v.shape, v.dtype) for k, v in tensors.items()}
+    file = tmp_path / "model.safetensors"
+    safetensors.write(file, listed, tensors.values(), metadata)
+    huggingface.write_json(tmp_path / "config.json", {"quantization_config": about})
+    q = quantized.open_model(tmp_path).read("a.weight")
+    np.testing.assert_allclose(values(q), want, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_four_bits_of_torchao_are_read(swizzled):
+    """MXTensor of e2m1, which no config makes on a CPU."""
+    torch, tensor = load("torchao", "torch", "torchao.prototype.mx_formats.mx_tensor")
+    x = torch.from_numpy(weight(shape=(160, 192))).bfloat16()
+    mx = tensor.MXTensor.to_mx(
+        x, torch.float4_e2m1fn_x2, 32, is_swizzled_scales=swizzled
+    )
+    arrays = {
+        "qdata": mx.qdata.view(torch.uint8).numpy(),
+        "scale": to_numpy(mx.scale),
+    }
+    about = {"block_size": 32, "is_swizzled_scales": swizzled}
+    q = torchao.read_mx(arrays, about, "a.weight")
+    assert q.format.name == "mxfp4"
+    np.testing.assert_array_equal(values(q), mx.dequantize(torch.float32).numpy())

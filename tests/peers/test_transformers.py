@@ -8,14 +8,17 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from midtread import cli
+from midtread.lm import cache as kv
 from midtread.lm import convert, settings
 from midtread.lm.train import train
 from tests.interop.fixtures import make_huggingface as made
+from tests.lm.test_huggingface import two_ways
 from tests.peers import peer
 
 torch, transformers = peer.load("transformers", "5.22.2", "torch", "transformers")
@@ -35,16 +38,34 @@ def theirs(folder, tokens):
     return made.logits(net.eval(), tokens)
 
 
+def from_cache(net, tokens, begun=8):
+    """Their logits: of the first tokens at once, of the others one by one."""
+    tokens, parts = torch.asarray(tokens), []
+    with torch.no_grad():
+        out = net(tokens[:, :begun], use_cache=True)
+        parts.append(out.logits)
+        for i in range(begun, tokens.shape[1]):
+            cache = out.past_key_values
+            out = net(tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+            parts.append(out.logits)
+    return torch.cat(parts, 1).numpy()
+
+
 @pytest.mark.parametrize("name", made.MODELS)
 def test_new_weights_in_and_out(name, usual):
-    """A folder of theirs, our logits of it, and theirs of what we export of it."""
+    """A folder of theirs; our logits of it, all at once and from a cache as theirs are; and
+    theirs of what we export of it."""
     tokens = np.random.default_rng(1).integers(3, made.VOCAB, (2, made.LENGTH))
     net = made.make(name, seed=7)
     wanted = made.logits(net, tokens)
     net.save_pretrained("theirs")
     ((path, config),) = settings.load_checkpoints(["theirs", "max_target_length=16"])
-    ours = nnx.jit(lambda net, x: net(x).logits)(convert.load(config, path), tokens)
-    np.testing.assert_allclose(ours, wanted, atol=2e-5, rtol=2e-5)
+    parts = nnx.split(convert.load(config, path))
+    cache = kv.make(config, *tokens.shape)
+    at_once, decoded = two_ways(*parts, jnp.asarray(tokens, jnp.int32), cache)
+    np.testing.assert_allclose(at_once, wanted, atol=2e-5, rtol=2e-5)
+    theirs_decoded = from_cache(net, tokens)
+    np.testing.assert_allclose(decoded, theirs_decoded, atol=2e-5, rtol=2e-5)
     assert cli.main(["import", "theirs"]) == 0
     assert cli.main(["export", "runs/theirs", "export_path=out"]) == 0
     np.testing.assert_array_equal(theirs("out", tokens), wanted)

@@ -281,7 +281,8 @@ def whole_blocks(
     return scale
 
 
-def _e2m1(packed: np.ndarray) -> np.ndarray:
+def e2m1(packed: np.ndarray) -> np.ndarray:
+    """Codes of four bits, two to a byte, the first in the low bits."""
     return unpack_bits(packed, 4, packed.shape[-1] * 2).view(E2M1)
 
 
@@ -289,13 +290,13 @@ def read_nvfp4(arrays: Arrays) -> QArray:
     """A weight of its tensors: weight_packed, weight_scale, weight_global_scale."""
     scale = arrays["weight_scale"].astype(np.float32)
     scale = scale / arrays["weight_global_scale"].astype(np.float32).reshape(1, 1)
-    return QArray(_e2m1(arrays["weight_packed"]), scale, None, "nvfp4")
+    return QArray(e2m1(arrays["weight_packed"]), scale, None, "nvfp4")
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:
     """A weight of its tensors: weight_packed, weight_scale."""
     scale = arrays["weight_scale"].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    return QArray(_e2m1(arrays["weight_packed"]), scale, None, "mxfp4")
+    return QArray(e2m1(arrays["weight_packed"]), scale, None, "mxfp4")
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -372,9 +373,9 @@ def _write_integers(q: QArray, activations: bool, where: str):
         _items(kind | args),
         _dynamic(8, "int", args) if activations else (),
     )
-    codes = np.asarray(q.qvalue).astype(np.int8)
+    codes = np.asarray(q.qvalue)
     if zero is not None:
-        zero = np.broadcast_to(np.asarray(zero).astype(np.int8), scale.shape)
+        zero = np.broadcast_to(np.asarray(zero), scale.shape)
     made = {"weight_scale": scale}
     if scheme.format != PACKED:
         made["weight"] = codes

@@ -27,15 +27,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from midtread.interop import compressed_tensors, gptq, huggingface, layouts, mlx
 from midtread.interop import safetensors as files
+from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, quantize_by_spec
 from midtread.numerics.spec import Spec
 
 FILE_BYTES = 500_000_000  # of a file, and so of what waits to be written
-ROWS_AT_ONCE = 1 << 24  # elements of a large matrix that are quantized together
+ROWS_AT_ONCE = 1 << 22  # elements of a large matrix that are quantized together
 _STATE = "export.json"
 # matrices that are looked up or choose experts, and the head: left as they are
 LEFT = r".*embed_tokens.*|.*\.wte\..*|lm_head\..*|.*\.(mlp\.gate|gate|router)\.weight|.*norm.*"
@@ -131,22 +133,31 @@ def spec_of(target: Target) -> Spec:
 
 @jax.jit(static_argnums=1)
 def _quantize(x: jax.Array, spec: Spec) -> QArray:
-    return quantize_by_spec(x, spec)
+    """Codes of four bits come as bytes: XLA would pack them, and numpy unpack them, which
+    takes four times as long as all the rest (w4a16 on a CPU)."""
+    q = quantize_by_spec(x, spec)
+    return q.map(lambda part: part if _is_wide(part) else _nibbles(part))
+
+
+def _is_wide(part: jax.Array) -> bool:
+    return dtype_bits(part.dtype) != 4
+
+
+def _nibbles(part: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(part, jnp.uint4).astype(jnp.uint8)
 
 
 def quantized(x: np.ndarray, spec: Spec) -> QArray:
     """A matrix rounded to nearest, in numpy arrays: some rows at a time if it is large."""
-    rows = len(x)
     step = max(ROWS_AT_ONCE // x.shape[1] // 128, 1) * 128
-    if (
-        spec.format.scale == "two_level" or rows <= step
-    ):  # or a scale of the whole matrix
-        return _quantize(x, spec).map(np.asarray)
-    pieces = [
-        _quantize(x[i : i + step], spec).map(np.asarray) for i in range(0, rows, step)
-    ]
-    join = lambda *parts: np.concatenate(parts)
-    return jax.tree.map(join, *pieces)
+    if spec.format.scale == "two_level":  # there is a scale of the whole matrix
+        step = len(x)
+    pieces = [_quantize(x[i : i + step], spec) for i in range(0, len(x), step)]
+    join = lambda *parts: np.concatenate([np.asarray(part) for part in parts])
+    q = jax.tree.map(join, *pieces)
+    codes = spec.format.dtype
+    in_nibbles = lambda part: part.view(codes) if part.dtype == np.uint8 else part
+    return q.map(in_nibbles) if dtype_bits(codes) == 4 else q
 
 
 class Groups(NamedTuple):

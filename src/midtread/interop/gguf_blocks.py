@@ -35,6 +35,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from midtread.interop import layouts
 from midtread.numerics.formats import FORMATS
 from midtread.numerics.qarray import QArray
 
@@ -410,16 +411,8 @@ def to_qarray(block: Block, parts: Parts, shape: tuple[int, ...]) -> QArray:
     if offset is None:
         code = code.astype(fmt.dtype, copy=False)
         return QArray(code.reshape(shape), scale.reshape(tiles), None, fmt.qtype)
-    # A tile of scale 0 is its offset alone, which no zero point says: let its codes be 0
-    # and its scale the offset, so that (0 - -1) * offset.
-    flat = (scale == 0) & (offset != 0)
-    code = np.where(np.repeat(flat, block.tile, axis=1), np.int8(0), code)
-    scale = np.where(flat, offset, scale)
-    zero_point = np.divide(-offset, scale, out=np.zeros_like(scale), where=scale != 0)
-    half = 1 << (fmt.bits - 1)
-    code = (code - np.int8(half)).astype(fmt.dtype)
-    zero_point = (zero_point - np.float32(half)).reshape(tiles)
-    return QArray(code.reshape(shape), scale.reshape(tiles), zero_point, fmt.qtype)
+    parts = layouts.affine(code.view(np.uint8), scale, offset, fmt.bits)
+    return parts.map(lambda x: x.reshape(shape if x.shape == code.shape else tiles))
 
 
 # QArrays whose codes a kind of block holds as they are: format, with a zero point or not

@@ -152,6 +152,11 @@ class Folder:
         return self._shard[name].mapped(name)
 
     @property
+    def metadata(self) -> dict[str, str]:
+        """What the files say of themselves, taken together."""
+        return {k: v for reader in self._files for k, v in reader.metadata.items()}
+
+    @property
     def files(self) -> list[pathlib.Path]:
         """The files that hold the weights, and the index where there is one."""
         held = [pathlib.Path(reader.file) for reader in self._files]

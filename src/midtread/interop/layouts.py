@@ -115,7 +115,8 @@ def signed(raw: np.ndarray, bits: int) -> np.ndarray:
 
 def unsigned(codes: np.ndarray, bits: int) -> np.ndarray:
     """Signed codes, plus half their range, in uint8."""
-    return (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    half = np.uint8(1 << (bits - 1))
+    return (codes.view(np.uint8) + half) & np.uint8((1 << bits) - 1)
 
 
 def integers(codes, scale, zero_point, bits: int) -> QArray:
@@ -123,6 +124,30 @@ def integers(codes, scale, zero_point, bits: int) -> QArray:
     if zero_point is not None and not np.any(zero_point.astype(np.float32)):
         zero_point = None
     return QArray(codes, scale, zero_point, FORMATS[integer(bits)].qtype)
+
+
+def affine(raw, scale, offset, bits: int) -> QArray:
+    """A QArray that says  x = scale * raw + offset  with unsigned codes `raw`.
+
+    The offset becomes the zero point -offset / scale, a fraction.
+
+    Args:
+        raw: uint8 [..., columns].
+        scale: [..., groups].
+        offset: like `scale`.
+        bits: of a code.
+    """
+    wide, offset = scale.astype(np.float32), offset.astype(np.float32)
+    # A group of scale 0 is its offset alone, which no zero point says: let its codes be 0
+    # and its scale the offset, so that (0 - -1) * offset.
+    flat = (wide == 0) & (offset != 0)
+    size = raw.shape[-1] // scale.shape[-1]
+    raw = np.where(np.repeat(flat, size, axis=-1), np.uint8(0), raw)
+    wide = np.where(flat, offset, wide)
+    zero = np.divide(-offset, wide, out=np.zeros_like(wide), where=wide != 0)
+    zero = zero - np.float32(1 << (bits - 1))
+    scale = np.where(flat, offset.astype(scale.dtype), scale)
+    return integers(signed(raw, bits), scale, zero, bits)
 
 
 # --- groups ----------------------------------------------------------------------------------

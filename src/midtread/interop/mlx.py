@@ -72,17 +72,7 @@ def _weight(
 def read_affine(arrays: Arrays, bits: int, count: int) -> QArray:
     """A weight of its tensors: weight, scales and biases; `count` columns."""
     raw = layouts.unpack_words(arrays["weight"], bits, count)
-    scale, bias = arrays["scales"], arrays["biases"].astype(np.float32)
-    wide = scale.astype(np.float32)
-    # a group of scale 0 is its bias alone: codes of 0 and the bias for a scale say that
-    flat = (wide == 0) & (bias != 0)
-    size = count // scale.shape[-1]
-    raw = np.where(np.repeat(flat, size, axis=-1), np.uint8(0), raw)
-    wide = np.where(flat, bias, wide)
-    zero = np.divide(-bias, wide, out=np.zeros_like(wide), where=wide != 0)
-    zero = zero - np.float32(1 << (bits - 1))
-    scale = np.where(flat, arrays["biases"].astype(scale.dtype), scale)
-    return layouts.integers(layouts.signed(raw, bits), scale, zero, bits)
+    return layouts.affine(raw, arrays["scales"], arrays["biases"], bits)
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:

@@ -29,6 +29,7 @@ from midtread.interop import (
     layouts,
     mlx,
     published,
+    torchao,
 )
 from midtread.interop.layouts import Found
 from midtread.numerics.qarray import QArray
@@ -71,6 +72,8 @@ ROWS = [
     Layout("DeepSeek fp8", _CONFIG, "fp8", _by_names(published.find_fp8), ("float8_e4m3fn",), False),
     Layout("gpt-oss mxfp4", _CONFIG, "mxfp4", _by_names(published.find_mxfp4), ("mxfp4",), False),
     Layout("bitsandbytes", _CONFIG, "bitsandbytes", _with_tensors(bitsandbytes.find), ("nf4", "int8"), False),
+    Layout("torchao", _CONFIG, "torchao", torchao.find,
+           ("int2", "int3", "int4", "int5", "int6", "int7", "int8", "float8_e4m3fn", "mxfp8", "mxfp4", "nvfp4"), False),
     Layout("MLX", "quantization", "", _by_names(mlx.find),
            ("int2", "int3", "int4", "int5", "int6", "int8", "mxfp4"), True),
 ]  # fmt: skip
@@ -126,7 +129,8 @@ class QuantizedFolder:
 
 
 _PARTS = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
-          "weight_global_scale", "qweight", "qzeros", "absmax", "quant_map")  # fmt: skip
+          "weight_global_scale", "qweight", "qzeros", "absmax", "quant_map",
+          "_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale")  # fmt: skip
 
 
 def _leftovers(tensors: Mapping[str, Any], used: set[str] | frozenset[str]) -> set[str]:
