@@ -32,6 +32,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -268,46 +270,63 @@ def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
     largest = np.abs(x).max(-1, keepdims=True)
     exponent = np.frexp(largest)[1] - 1 - 2  # 2^2 is the largest power of e2m1
     exponent = np.where(largest > 0, exponent, -127).clip(-127, 127)
-    levels = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
-    levels = levels.astype(np.float32)
     units = x / np.ldexp(np.float32(1), exponent)
-    code = np.abs(units[..., None] - levels).argmin(-1).astype(np.uint8)
+    code = np.zeros(x.shape, np.uint8)
+    for middle in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):  # a tie goes to the smaller
+        code += np.abs(units) > np.float32(middle)
+    code |= ((units < 0) & (code > 0)).astype(np.uint8) << 3
     head = (exponent + 127).astype(np.uint8)
     return np.concatenate([head, _packed(code, 4)], axis=1)
 
 
-def _fit_affine(x: np.ndarray, most: int, steps: int = 8):
+AT_ONCE = 1 << 17  # elements, which stay in a CPU's cache while they are searched
+
+
+def _searched(search: Callable, x: np.ndarray, bits: int) -> list[np.ndarray]:
+    """`search` of blocks [n, 256], compiled for `AT_ONCE` elements: the last are filled up."""
+    whole = np.zeros((AT_ONCE // 256, 256), np.float32)
+    whole[: len(x)] = x
+    return [np.asarray(part)[: len(x)] for part in search(whole, bits)]
+
+
+def _over(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, and 0 where b is."""
+    return jnp.where(b != 0, a / jnp.where(b != 0, b, 1), 0)
+
+
+def _as_half(d: jax.Array) -> jax.Array:
+    """A number as it will be read."""
+    return jnp.clip(d, -65504, 65504).astype(jnp.float16).astype(jnp.float32)
+
+
+def _fit_affine(x: jax.Array, most: int, steps: int = 8):
     """Scale and minimum of tiles [..., t], x ~ scale * code - least, least >= 0.
 
     Of several windows around the values' own, each refitted by least squares to the codes
     that it gives, the one that loses least; large values weigh more.
     """
-    weight = np.abs(x) + np.sqrt((x * x).mean(-1, keepdims=True))
-    low = np.minimum(x.min(-1, keepdims=True), 0)
+    add = lambda part: part.sum(-1, keepdims=True)
+    weight = jnp.abs(x) + jnp.sqrt((x * x).mean(-1, keepdims=True))
+    low = jnp.minimum(x.min(-1, keepdims=True), 0)
     span = x.max(-1, keepdims=True) - low
     best = (span / most, -low)
-    least_loss = np.full(low.shape, np.inf, np.float32)
-    total, sum_x = weight.sum(-1, keepdims=True), (weight * x).sum(-1, keepdims=True)
+    least_loss = jnp.full(low.shape, jnp.inf)
+    total, sum_x = add(weight), add(weight * x)
     for step in np.linspace(-0.9, 0.9, steps + 1, dtype=np.float32):
-        code = np.rint((x - low) * (most + step) / np.maximum(span, _TINY)).clip(
-            0, most
-        )
-        sum_l = (weight * code).sum(-1, keepdims=True)
-        sum_l2 = (weight * code * code).sum(-1, keepdims=True)
-        sum_xl = (weight * x * code).sum(-1, keepdims=True)
+        units = (x - low) * (most + step) / jnp.maximum(span, _TINY)
+        code = jnp.clip(jnp.round(units), 0, most)
+        sum_l, sum_l2 = add(weight * code), add(weight * code * code)
+        sum_xl = add(weight * x * code)
         spread = total * sum_l2 - sum_l * sum_l
         ok = spread > 0
-        safe = np.where(ok, spread, 1)
-        scale = (total * sum_xl - sum_x * sum_l) / safe
-        floor = (sum_l2 * sum_x - sum_l * sum_xl) / safe
-        alone = sum_xl / np.where(
-            sum_l2 > 0, sum_l2, 1
-        )  # where the minimum would be > 0
-        scale, floor = np.where(floor > 0, alone, scale), np.minimum(floor, 0)
-        loss = (weight * (scale * code + floor - x) ** 2).sum(-1, keepdims=True)
+        scale = _over(total * sum_xl - sum_x * sum_l, jnp.where(ok, spread, 1))
+        floor = _over(sum_l2 * sum_x - sum_l * sum_xl, jnp.where(ok, spread, 1))
+        alone = _over(sum_xl, sum_l2)  # where the minimum would be > 0
+        scale, floor = jnp.where(floor > 0, alone, scale), jnp.minimum(floor, 0)
+        loss = add(weight * (scale * code + floor - x) ** 2)
         wins = ok & (scale > 0) & (loss < least_loss)
-        best = (np.where(wins, scale, best[0]), np.where(wins, -floor, best[1]))
-        least_loss = np.where(wins, loss, least_loss)
+        best = (jnp.where(wins, scale, best[0]), jnp.where(wins, -floor, best[1]))
+        least_loss = jnp.where(wins, loss, least_loss)
     return best
 
 
@@ -319,21 +338,25 @@ def _six_packed(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second, third], axis=1)
 
 
+@jax.jit(static_argnums=1)
+def _search_six_bits(x: jax.Array, bits: int):
+    """d, dmin [blocks, 1], scales and minima [blocks, 8], codes [blocks, 256]."""
+    most = (1 << bits) - 1
+    tiles = x.reshape(-1, 8, 32)
+    scale, least = (part[..., 0] for part in _fit_affine(tiles, most))
+    d = _as_half(scale.max(-1, keepdims=True) / 63)
+    dmin = _as_half(least.max(-1, keepdims=True) / 63)
+    sixth = lambda part, unit: jnp.clip(jnp.round(_over(part, unit)), 0, 63)
+    scale, least = sixth(scale, d), sixth(least, dmin)
+    units = _over(tiles + (dmin * least)[..., None], (d * scale)[..., None])
+    code = jnp.clip(jnp.round(units), 0, most).astype(jnp.uint8).reshape(-1, 256)
+    return d, dmin, scale.astype(jnp.uint8), least.astype(jnp.uint8), code
+
+
 def _encode_six_bits(x: np.ndarray, bits: int):
     """Codes [blocks, 256], and the sixteen bytes before them, of Q4_K and Q5_K."""
-    most = (1 << bits) - 1
-    tiles = x.reshape(len(x), 8, 32)
-    scale, least = (part[..., 0] for part in _fit_affine(tiles, most))
-    d = scale.max(-1, keepdims=True) / np.float32(63)
-    dmin = least.max(-1, keepdims=True) / np.float32(63)
-    heads = _halves(d, dmin)
-    d, dmin = _half(heads[:, :2]), _half(heads[:, 2:])  # as they will be read
-    sixth = lambda part, unit: np.rint(part * _inverse(unit)).clip(0, 63)
-    scale, least = sixth(scale, d), sixth(least, dmin)
-    units = (tiles + (dmin * least)[..., None]) * _inverse(d * scale)[..., None]
-    code = np.rint(units).clip(0, most).astype(np.uint8).reshape(len(x), 256)
-    packed = _six_packed(scale.astype(np.uint8), least.astype(np.uint8))
-    return code, np.concatenate([heads, packed], axis=1)
+    d, dmin, scale, least, code = _searched(_search_six_bits, x, bits)
+    return code, np.concatenate([_halves(d, dmin), _six_packed(scale, least)], axis=1)
 
 
 def _encode_q4_k(x: np.ndarray) -> np.ndarray:
@@ -347,33 +370,37 @@ def _encode_q5_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([heads, high, _packed(code, 4, 4)], axis=1)
 
 
-def _encode_q6_k(x: np.ndarray) -> np.ndarray:
-    tiles = x.reshape(len(x), 16, 16)
-    at = np.abs(tiles).argmax(-1, keepdims=True)
-    largest = np.take_along_axis(tiles, at, -1)
+@jax.jit(static_argnums=1)
+def _search_q6_k(x: jax.Array, bits: int):
+    """d [blocks, 1], scales [blocks, 16], codes [blocks, 256]."""
+    half = 1 << (bits - 1)
+    tiles = x.reshape(-1, 16, 16)
+    add = lambda part: part.sum(-1, keepdims=True)
+    high, low = tiles.max(-1, keepdims=True), tiles.min(-1, keepdims=True)
+    largest = jnp.where(high >= -low, high, low)
     weight = tiles * tiles
-    best = largest / np.float32(-32)
-    most = np.full(best.shape, -np.inf, np.float32)
+    best = largest / -half
+    most = jnp.full(best.shape, -jnp.inf)
     for step in np.linspace(-0.9, 0.9, 10, dtype=np.float32):
-        code = np.rint(tiles * -(32 + step) * _inverse(largest)).clip(-32, 31)
-        sum_xl = (weight * tiles * code).sum(-1, keepdims=True)
-        sum_l2 = (weight * code * code).sum(-1, keepdims=True)
-        gain = (
-            sum_xl * sum_xl * _inverse(sum_l2)
-        )  # what the best scale takes off the loss
+        code = jnp.round(_over(tiles * -(half + step), largest)).clip(-half, half - 1)
+        sum_xl, sum_l2 = add(weight * tiles * code), add(weight * code * code)
+        gain = _over(sum_xl * sum_xl, sum_l2)  # what the best scale takes off the loss
         wins = gain > most
-        best = np.where(wins, sum_xl * _inverse(sum_l2), best)
-        most = np.where(wins, gain, most)
-    scale = best[..., 0]
-    top = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)
-    d = _half(_halves(top / np.float32(-128)))
-    scale = np.rint(scale * _inverse(d)).clip(-128, 127)
-    code = np.rint(tiles * _inverse(d * scale)[..., None]).clip(-32, 31) + 32
-    code = code.astype(np.uint8).reshape(len(x), 256)
+        best = jnp.where(wins, _over(sum_xl, sum_l2), best)
+        most = jnp.where(wins, gain, most)
+    best = best[..., 0]
+    top = jnp.abs(best).argmax(-1, keepdims=True)
+    d = _as_half(jnp.take_along_axis(best, top, -1) / -128)
+    scale = jnp.round(_over(best, d)).clip(-128, 127)
+    code = jnp.round(_over(tiles, (d * scale)[..., None])).clip(-half, half - 1) + half
+    return d, scale.astype(jnp.int8), code.astype(jnp.uint8).reshape(-1, 256)
+
+
+def _encode_q6_k(x: np.ndarray) -> np.ndarray:
+    d, scale, code = _searched(_search_q6_k, x, 6)
     low = _packed(code, 4, 2)
     high = _packed(code >> 4, 2, 2)
-    scales = scale.astype(np.int8).view(np.uint8)
-    return np.concatenate([low, high, scales, _halves(d)], axis=1)
+    return np.concatenate([low, high, scale.view(np.uint8), _halves(d)], axis=1)
 
 
 ROWS = [

@@ -201,7 +201,7 @@ def encoded(x: np.ndarray, kind: str) -> np.ndarray:
     block = gguf_blocks.BLOCKS[kind]
     assert block.encode is not None
     flat = x.reshape(-1, block.size)
-    step = max((1 << 21) // block.size, 1)
+    step = gguf_blocks.AT_ONCE // block.size
     pieces = [
         block.encode(flat[i : i + step].astype(np.float32))
         for i in range(0, len(flat), step)
