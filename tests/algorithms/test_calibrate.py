@@ -234,3 +234,26 @@ def test_rules_that_cannot_be_followed_are_refused():
         calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))])
     made = calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=["hqq"])
     assert made.report.rows[0].format == "int4"
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"correction": 1.5}, "correction=1.5 should lie between 0 and 1"),
+        ({"alpha": -0.1}, "alpha=-0.1 should lie between 0 and 1"),
+        ({"weigh": "tokens"}, "weigh='tokens' should be one of"),
+        ({"runs": 0}, "runs is at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        CalibrationOptions(**asked)
+
+
+def test_a_loss_that_nothing_asks_for_is_refused():
+    x = jnp.ones((40, D))
+    loss = lambda out, batch: jnp.sum(out)
+    with pytest.raises(ValueError, match="weigh='none' takes none"):
+        calibrate(Nnx(), rules(), [x], loss=loss, options=FLAT)
+    with pytest.raises(ValueError, match="targets are for a loss"):
+        calibrate(Nnx(), rules(), [x], targets=[x])

@@ -5,6 +5,7 @@ and one weight at a time is solved for, given what was collected.
 
     program.py    the model as a straight-line program whose weights and inputs are marked
     collect.py    what is collected: second moments of inputs, weighted by what reaches the loss
+    reach.py      inputs as the next layer sees them: what attention makes of a value's error
     weight.py     a weight of any contraction as a stack of matrices
     clip.py       scales by least weighted error
     gptq.py       codes by error feedback, then descent on codes and scales

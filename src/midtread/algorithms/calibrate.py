@@ -7,7 +7,8 @@ What is quantized, and to which formats, is said by the provider's rules, as in
 `quantize_model`; which codes stand for a weight is found by the algorithms, from data:
 
     1. the model is traced (program.py) and cut into stages between layers
-    2. the gradients of a loss say how much every token counts at every layer (collect.py)
+    2. what the next layer will see of an output is found for values (reach.py), or how much
+       every token counts at every layer from the gradients of a loss (collect.py)
     3. stage by stage, batches run to the inputs of the next layers, statistics of those are
        gathered, and every weight there is solved for. What runs on to the next stage are the
        codes, so that later layers see, and make up for, what earlier ones did
@@ -43,7 +44,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from midtread.algorithms import clip, collect, correct, gptq, hqq, smooth
+from midtread.algorithms import clip, collect, correct, gptq, hqq, reach, smooth
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
 from midtread.algorithms.report import Report, Row
@@ -60,6 +61,7 @@ from midtread.providers.ptq import PtqProvider
 
 BEFORE = ("correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
+ROWS = 64  # rows for every input are enough for moments of sums over tokens
 
 
 class Calibrated(NamedTuple):
@@ -81,7 +83,10 @@ class CalibrationOptions:
     """How `calibrate` goes about it.
 
     Args:
-        weigh: "gradient", tokens by what reaches the loss; "none", all the same.
+        weigh: "attention", inputs as the next layer sees them where that is known: for
+            values, summed as attention does (reach.py), and all tokens the same elsewhere;
+            "gradient", tokens by what reaches the loss; "none", all the same everywhere.
+            None: "gradient" where `calibrate` is given a loss, "attention" where it is not.
         runs: into how many runs of outputs a layer is cut, each with weights and second
             moments of its own (the heads of values, say); a layer whose outputs it does
             not divide has one.
@@ -94,7 +99,7 @@ class CalibrationOptions:
         offload: keep activations in host memory between stages.
     """
 
-    weigh: str = "gradient"
+    weigh: str | None = None
     runs: int = 1
     inputs: str = "quantized"
     correction: float = 0.5
@@ -105,13 +110,20 @@ class CalibrationOptions:
 
     def __post_init__(self):
         for name, known in (
-            ("weigh", ("gradient", "none")),
+            ("weigh", (None, "attention", "gradient", "none")),
             ("inputs", ("quantized", "float")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"calibrate: {name}={getattr(self, name)!r} should be one of {known}."
                 )
+        for name in ("correction", "alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)} should lie between 0 and 1."
+                )
+        if self.runs < 1 or self.min_tokens < 0:
+            raise ValueError(f"calibrate: runs is at least 1, min_tokens 0, in {self}.")
 
 
 _DEFAULT = CalibrationOptions()
@@ -151,8 +163,9 @@ def calibrate(
             dict of keywords, all of the same shapes. All of them are kept.
         algorithms: by name, in the order in which they act: see the first lines of
             algorithms/calibrate.py.
-        loss: of (the model's outputs, a target), to weigh tokens by. None: how far outputs
-            move counts, whatever they are for.
+        loss: of (the model's outputs, a target), to weigh tokens by its gradients. None: no
+            gradients are taken, or with weigh="gradient" those of random signs on the
+            outputs: how far they move counts, whatever they are for.
         targets: one for each batch, for the loss; None: the batches themselves.
         params: of a Linen model: its variables, {"params": ...}.
         method: the method that is calibrated, and runs quantized.
@@ -171,6 +184,7 @@ def calibrate(
     before, rounding = _plan(algorithms)
     batches = list(batches)
     _check(batches)
+    options = _weighed(options, loss, targets)
     targets = batches if targets is None else list(targets)
     if len(targets) != len(batches):
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
@@ -219,6 +233,19 @@ def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str]:
         )
     before = tuple(name for name in algorithms if name in BEFORE)
     return before, rounds[0] if rounds else "round"
+
+
+def _weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
+    """Options that say how inputs are weighed; a loss or targets for nothing are refused."""
+    weigh = options.weigh or ("attention" if loss is None else "gradient")
+    if loss is not None and weigh != "gradient":
+        raise ValueError(
+            f"a loss weighs tokens by its gradients, but weigh={weigh!r} takes none: leave "
+            "out the loss, or write CalibrationOptions(weigh='gradient')."
+        )
+    if targets is not None and loss is None:
+        raise ValueError("targets are for a loss: give loss=..., or leave them out.")
+    return dataclasses.replace(options, weigh=weigh)
 
 
 def _check(batches: list[Any]) -> None:
@@ -324,6 +351,25 @@ class _Work:
         self.options: CalibrationOptions = options
         self.weights: list[dict[int, jax.Array]] = []  # of tokens: per batch and site
         self.rows: dict[int, Row] = {}
+        of = lambda site: (tuple(map(str, site.path)), site.layer)
+        solved_at = {of(site): n for n, site in chosen.items()}
+        # number of a site -> that at which its weight is solved for
+        self.first = {
+            n: solved_at[of(site)]
+            for n, site in enumerate(program.sites)
+            if of(site) in solved_at
+        }
+        eqns = program.eqns
+        # variable -> number of the site whose weight it is
+        self.given = {
+            eqns[held["weight"]].outvars[0]: n for n, held in enumerate(program.marks)
+        }
+        self.ways: dict[int, reach.Way] = {}
+        if options.weigh == "attention" and self.needs_moments:
+            found = {n: reach.way_of(program, n) for n in chosen}
+            self.ways = {n: way for n, way in found.items() if way is not None}
+        self._operands: dict[tuple[int, bool], jax.Array] = {}  # of one stage
+        self._stats: dict[Any, dict[str, jax.Array]] = {}  # of one stage
 
     @property
     def needs_moments(self) -> bool:
@@ -371,15 +417,18 @@ class _Work:
         ]
         floats = [dict(env) for env in envs] if self.needs_floats else []
         for stage in stages(self.program):
+            self._operands.clear()
+            self._stats.clear()
             for env in envs:
                 self._advance(stage, shared, env, solved)
             for env in floats:
                 self._advance(stage, shared, env, None)
-            for number in stage.sites:
+            # Values come after queries and keys: how those attend is then known.
+            for number in sorted(stage.sites, key=lambda n: n in self.ways):
                 if number not in self.chosen:
                     continue
                 solved[number], self.rows[number] = self._settle(
-                    number, kept, envs, floats, say
+                    number, kept, shared, envs, floats, solved, say
                 )
             for env in (*envs, *floats):
                 for v in stage.drops:
@@ -392,32 +441,32 @@ class _Work:
 
     def _advance(self, stage: Stage, shared, env, solved) -> None:
         """Runs a stage on one batch: on the codes, or on floats if `solved` is None."""
-        eqns, marks = self.program.eqns, self.program.marks
-        given = {eqns[held["weight"]].outvars[0]: n for n, held in enumerate(marks)}
-        values = []
-        for v in stage.takes:
-            if v in given:
-                values.append(self._operand(given[v], solved))
-            else:
-                values.append(env[v] if v in env else shared[v])
-        outs = stage.run([jnp.asarray(x) for x in values])
+        outs = stage.run(self._values(stage.takes, shared, env, solved))
         if self.options.offload:
             outs = jax.device_get(outs)
         env.update(zip(stage.gives, outs))
 
+    def _values(self, takes, shared, env, solved) -> list[jax.Array]:
+        """What a stage takes, on one batch."""
+        values = []
+        for v in takes:
+            if v in self.given:
+                values.append(self._operand(self.given[v], solved))
+            else:
+                values.append(jnp.asarray(env[v] if v in env else shared[v]))
+        return values
+
     def _operand(self, number: int, solved) -> jax.Array:
-        """The weight as the contraction takes it."""
+        """The weight as the contraction takes it; a float one while it is not solved."""
         site = self.program.sites[number]
-        v = self.program.eqns[self.program.marks[number]["weight"]].outvars[0]
-        same = [
-            n for n, s in self.chosen.items()
-            if (tuple(map(str, s.path)), s.layer) == (tuple(map(str, site.path)), site.layer)
-        ]  # fmt: skip
-        if solved is None or not same or self.options.inputs == "float":
-            w = self._float(site)
-        else:
-            w = dequantize(solved[same[0]]).reshape(site.stored_shape)
-        return site.as_operand(w).astype(v.aval.dtype)
+        codes = (solved or {}).get(self.first.get(number))
+        is_float = codes is None or self.options.inputs == "float"
+        if (number, is_float) not in self._operands:
+            w = self._float(site) if is_float else dequantize(codes)
+            dtype = self.program.eqns[self.program.marks[number]["weight"]].outvars[0].aval.dtype  # fmt: skip
+            w = site.as_operand(w.reshape(site.stored_shape)).astype(dtype)
+            self._operands[number, is_float] = w
+        return self._operands[number, is_float]
 
     def _float(self, site: Site) -> jax.Array:
         by_name = {tuple(map(str, p)): w for p, w in self.floats.items()}
@@ -428,14 +477,20 @@ class _Work:
 
     # One weight.
 
-    def _settle(self, number, kept: "_Kept", envs, floats, say) -> tuple[QArray, Row]:
+    def _settle(
+        self, number, kept: "_Kept", shared, envs, floats, solved, say
+    ) -> tuple[QArray, Row]:
         site = self.chosen[number]
         found = kept.read(number)
         if found is not None:
             say(f"{site.name}: as solved before")
             return found
         spec, w = self.boxes[site.path].how, self._float(site)
-        stats = self._moments(number, envs, floats) if self.needs_moments else None
+        stats = None
+        if self.needs_moments:
+            stats = self._moments(number, envs, floats)
+            if number in self.ways:
+                stats = stats | self._attended(number, shared, envs, floats, solved)
         began = time.time()
         note = ""
         if stats is not None:
@@ -454,6 +509,9 @@ class _Work:
         site, held = self.program.sites[number], self.program.marks[number]
         x = self.program.eqns[held["input"]].invars[0]
         sizes = self.program.eqns[held["sizes"]].outvars[0] if "sizes" in held else None
+        key = (x, sizes, number if self.weights else collect.layout(site))
+        if key in self._stats:  # query, key and value share their inputs
+            return self._stats[key]
         total = None
         for b, env in enumerate(envs):
             weights = self.weights[b][number] if self.weights else None
@@ -465,6 +523,27 @@ class _Work:
         assert total is not None
         if not bool(jnp.isfinite(total["H"]).all()):
             raise ValueError(f"{site.name}: its inputs are not finite on this data.")
+        self._stats[key] = total
+        return total
+
+    def _attended(self, number: int, shared, envs, floats, solved) -> dict:
+        """Moments of inputs as the next layer sees them, from as many batches as it takes
+        for ROWS times as many rows as inputs."""
+        known = {*envs[0], *shared, *self.given}
+        found = reach.probe(self.program, number, self.ways[number], known)
+        run = lambda env, codes: found.run(
+            self._values(found.takes, shared, env, codes)
+        )
+        total = None
+        seen = 0
+        for b, env in enumerate(envs):
+            X = run(env, solved)
+            other = run(floats[b], None) if floats else None
+            total = collect.add(total, _moments_of_heads(X, other))
+            seen += X.shape[1]
+            if seen >= ROWS * X.shape[2]:
+                break
+        assert total is not None
         return total
 
     def _enough(self, site: Site, stats: dict) -> tuple[dict, str]:
@@ -527,6 +606,10 @@ class _Work:
     def report(self, algorithms: tuple[str, ...], seconds: float) -> Report:
         rows = tuple(self.rows[n] for n in sorted(self.rows))
         weighed = "tokens by gradient" if self.weights else "all tokens the same"
+        if self.ways:
+            weighed = (
+                f"{len(self.ways)} weights by what attention makes of their inputs"
+            )
         return Report(rows, algorithms, self.options.inputs, weighed, seconds)
 
 
@@ -546,6 +629,7 @@ def _jitted_moments(site: Site, x, weights, sizes, other):
 
 
 _moments_of = jax.jit(collect.moments, static_argnums=0)
+_moments_of_heads = jax.jit(collect.moments_of_heads)
 
 
 def _put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.program import Program, Site, bind
+from midtread.algorithms.program import Program, Site, bind, is_literal
 
 
 def token_labels(site: Site) -> tuple[str, ...]:
@@ -122,10 +122,13 @@ def moments(
         "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), and "C".
     """
     X = rows(site, x)
+    is_even = weights is None
     weights = jnp.ones((*X.shape[:2], 1)) if weights is None else weights
     gap = None if other is None else rows(site, other) - X
     if sizes is None:
         weigh = lambda Y: jnp.einsum("btg,btk,btl->bgkl", weights, X, Y)
+        if is_even:
+            weigh = lambda Y: jnp.einsum("btk,btl->bkl", X, Y)[:, None]
         largest = jnp.max(jnp.abs(X), axis=1)
         count = jnp.full(len(X), X.shape[1], jnp.float32)
     else:  # rows of X are sorted by expert
@@ -146,6 +149,22 @@ def moments(
         count = sizes.astype(jnp.float32)
     found = {"H": weigh(X), "count": count, "largest": largest}
     return found if gap is None else {**found, "C": weigh(gap)}
+
+
+def moments_of_heads(X: jax.Array, other: jax.Array | None) -> dict[str, jax.Array]:
+    """ "H" [1, G, K, K], and "C" with what comes from `other`, both [G, T, K]: reach.py."""
+    times = lambda Y: jnp.einsum("gtk,gtl->gkl", X, Y)[None]
+    found = {"H": times(X)}
+    return found if other is None else {**found, "C": times(other - X)}
+
+
+def layout(site: Site) -> tuple[Any, ...]:
+    """Sites of the same layout have the same `rows` of the same input."""
+    if site.c.name == "conv_general_dilated":
+        return (site,)
+    summed = tuple(site.labels[a] for a in site.axes.summed)
+    listed = (batch_labels(site), token_labels(site), summed)
+    return tuple(tuple(map(site.inputs.index, labels)) for labels in listed)
 
 
 def add(a: dict[str, jax.Array] | None, b: dict[str, jax.Array]) -> dict:
@@ -195,7 +214,7 @@ def gradient_weights(
         env |= {v: params[path] for path, v in program.params.items()}
         env |= dict(zip(program.inputs, arrays))
         for index, eqn in enumerate(program.eqns):
-            values = [v.val if hasattr(v, "val") else env[v] for v in eqn.invars]
+            values = [v.val if is_literal(v) else env[v] for v in eqn.invars]
             if index in taps:
                 n = taps[index]
                 reduce = functools.partial(
@@ -205,7 +224,7 @@ def gradient_weights(
             else:
                 outs = bind(eqn, values)
             env.update(zip(eqn.outvars, outs))
-        outs = [v.val if hasattr(v, "val") else env[v] for v in program.outputs]
+        outs = [v.val if is_literal(v) else env[v] for v in program.outputs]
         if loss is not None:
             return loss(jax.tree.unflatten(program.result, outs), target)
         floats = [x for x in outs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]

@@ -275,17 +275,18 @@ def _program(run: Callable, flat: dict, arrays: list, marker: Marker) -> Program
 
 # --- one straight line ------------------------------------------------------------------------
 
-INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
+JITTED = ("jit", "pjit")
+INLINED = (*JITTED, "closed_call", "core_call", "checkpoint", "remat2", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
 
 
 def _inline(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr; what holds marks is not called but written out."""
+    """Evaluates a jaxpr; what is jitted or holds marks is not called but written out."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
-    read = lambda v: v.val if hasattr(v, "val") else env[v]
+    read = lambda v: v.val if is_literal(v) else env[v]
     for eqn in jaxpr.eqns:
         values = [read(v) for v in eqn.invars]
-        inner = _marked_body(eqn)
         name = eqn.primitive.name
+        inner = eqn.params["jaxpr"] if name in JITTED else _marked_body(eqn)
         if inner is None:
             outs = bind(eqn, values)
         elif name == "scan":
@@ -300,6 +301,11 @@ def _inline(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
             )
         env.update(zip(eqn.outvars, outs))
     return [read(v) for v in jaxpr.outvars]
+
+
+def is_literal(v: Any) -> bool:
+    """Whether an operand of an equation is a number, not a variable."""
+    return hasattr(v, "val")
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -374,9 +380,7 @@ def _stages(eqns: Sequence[Any], marks: Sequence[dict[str, int]]) -> dict[Any, i
     stage: dict[Any, int] = {}
     after = {held["input"] for held in marks}
     for index, eqn in enumerate(eqns):
-        own = max(
-            (stage.get(v, 0) for v in eqn.invars if not hasattr(v, "val")), default=0
-        )
+        own = max((stage.get(v, 0) for v in eqn.invars if not is_literal(v)), default=0)
         for v in eqn.outvars:
             stage[v] = own + (index in after)
     return stage
@@ -407,7 +411,7 @@ def stages(program: Program) -> list[Stage]:
         wanted[site.stage] += [eqns[held[k]].invars[0] for k in ("input",)]
         if "sizes" in held:
             wanted[site.stage].append(eqns[held["sizes"]].outvars[0])
-    wanted[number] += [v for v in program.outputs if not hasattr(v, "val")]
+    wanted[number] += [v for v in program.outputs if not is_literal(v)]
     needed = _needed(eqns, given, [v for vs in wanted for v in vs])
     # An equation runs as late as all its operands are there, and sizes with their inputs.
     parts: list[list[Any]] = [[] for _ in range(number + 1)]
@@ -418,9 +422,7 @@ def stages(program: Program) -> list[Stage]:
             at = min(max(level.get(v, 0) for v in eqn.outvars), number)
             parts[at].append(eqn)
             where.update(dict.fromkeys(eqn.outvars, at))
-    reads = [
-        {v for e in part for v in e.invars if not hasattr(v, "val")} for part in parts
-    ]
+    reads = [{v for e in part for v in e.invars if not is_literal(v)} for part in parts]
     made = []
     for s, part in enumerate(parts):
         inside = {v for e in part for v in e.outvars}
@@ -432,7 +434,7 @@ def stages(program: Program) -> list[Stage]:
         still = set().union(*reads[s + 1 :], *map(set, wanted[s + 1 :]), wanted[number])
         drops = [v for v, at in where.items() if at <= s and v not in still]
         sites = tuple(i for i, site in enumerate(program.sites) if site.stage == s)
-        run = _compiled(tuple(part), tuple(takes), tuple(gives))
+        run = compiled(tuple(part), tuple(takes), tuple(gives))
         made.append(Stage(run, tuple(takes), tuple(gives), sites, tuple(drops)))
     return made
 
@@ -442,7 +444,7 @@ def _order(eqns: Sequence[Any]) -> Callable[[Any], int]:
     place: dict[Any, int] = {}
     for eqn in eqns:
         for v in eqn.invars:
-            if not hasattr(v, "val"):
+            if not is_literal(v):
                 place.setdefault(v, len(place))
     return lambda v: place.get(v, len(place))
 
@@ -451,14 +453,14 @@ def _needed(eqns: Sequence[Any], given: set, wanted: Sequence[Any]) -> set:
     needed = set(wanted)
     for eqn in reversed(eqns):
         if any(v in needed for v in eqn.outvars) and not given & set(eqn.outvars):
-            needed |= {v for v in eqn.invars if not hasattr(v, "val")}
+            needed |= {v for v in eqn.invars if not is_literal(v)}
     return needed
 
 
 def evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
     """Runs equations; `env` holds what they take, and afterwards what they gave."""
     for eqn in eqns:
-        values = [v.val if hasattr(v, "val") else env[v] for v in eqn.invars]
+        values = [v.val if is_literal(v) else env[v] for v in eqn.invars]
         env.update(zip(eqn.outvars, bind(eqn, values)))
 
 
@@ -467,13 +469,21 @@ def _compiled_by_text() -> dict[str, Callable]:
     return {}
 
 
-def _compiled(eqns: tuple, takes: tuple, gives: tuple) -> Callable:
-    """One compiled function for all layers that do the same."""
+def compiled(
+    eqns: tuple, takes: tuple, gives: tuple, run: Callable | None = None, key: str = ""
+) -> Callable:
+    """One compiled function for all layers that do the same.
+
+    Args:
+        run: what is compiled, of a list of the values of `takes`; None: the equations, to
+            the values of `gives`.
+        key: what `run` depends on beside the equations.
+    """
     number: dict[Any, int] = {}
     of = lambda v: (
-        f"{v.val!r}" if hasattr(v, "val") else f"{number.setdefault(v, len(number))}"
+        f"{v.val!r}" if is_literal(v) else f"{number.setdefault(v, len(number))}"
     )
-    lines = [" ".join(f"{of(v)}:{v.aval}" for v in takes)]
+    lines = [key, " ".join(f"{of(v)}:{v.aval}" for v in takes)]
     for eqn in eqns:
         params = {k: v for k, v in eqn.params.items() if k != "name"}
         lines.append(f"{eqn.primitive.name} {params} {[of(v) for v in eqn.invars]}")
@@ -481,10 +491,10 @@ def _compiled(eqns: tuple, takes: tuple, gives: tuple) -> Callable:
     lines.append(" ".join(map(of, gives)))
     text = re.sub(r"0x[0-9a-f]+|midtread-\w+-\d+", "", "\n".join(lines))
 
-    def run(values: list[Any]) -> list[Any]:
+    def evaluated(values: list[Any]) -> list[Any]:
         env = dict(zip(takes, values))
         evaluate(eqns, env)
         return [env[v] for v in gives]
 
     known = _compiled_by_text()
-    return known.setdefault(text, jax.jit(run))
+    return known.setdefault(text, jax.jit(run or evaluated))

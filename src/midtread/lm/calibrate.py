@@ -2,17 +2,14 @@
 
 `midtread quantize runs/a quantization=int4w algorithm=gptq` takes `calibration_batches`
 batches from the training split of the data that the config names (the held-out split judges
-the result), weighs tokens by the gradient of their loss, and solves layer by layer. Solved
-weights lie in a folder beside the one that is made, until it is made: a command that was
-killed and is given again goes on where it was.
+the result), and solves layer by layer. Solved weights lie in a folder beside the one that
+is made, until it is made: a command that was killed and is given again goes on where it was.
 """
 
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -20,7 +17,6 @@ from midtread.algorithms import calibrate as algorithms
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
 from midtread.lm.config import Config, UsageError, require
-from midtread.lm.loss import cross_entropy
 
 
 def calibrated(
@@ -45,23 +41,15 @@ def calibrated(
         )
     )
     inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in found]
-    targets = [{k: jnp.asarray(b[k]) for k in ("targets", "mask")} for b in found]
     provider = quantization.serving(config)
     assert provider is not None  # `quantize` asked
     try:
         made = algorithms.calibrate(
-            model, provider, inputs, algorithms=names, loss=loss, targets=targets,
-            folder=folder, progress=say,
-        )  # fmt: skip
+            model, provider, inputs, algorithms=names, folder=folder, progress=say
+        )
     except ValueError as error:
         raise UsageError(str(error).splitlines()[0]) from None
     return made.model, made.report
 
 
 INPUTS = ("inputs", "positions", "segments")
-
-
-def loss(out: Any, target: dict[str, jax.Array]) -> jax.Array:
-    """The sum of the losses of the tokens that count."""
-    nll, _ = cross_entropy(out.logits, target["targets"])
-    return jnp.sum(nll * target["mask"].astype(jnp.float32))
