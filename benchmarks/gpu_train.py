@@ -92,7 +92,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net
-    how = step.How(m, t, parts.graph, config.seed)
+    how = step.Setup(m, t, parts.graph, config.seed)
     parts = parts._replace(learned=None, kept=None)
     batch = jax.device_put(packed_batch(config))
     started = time.perf_counter()

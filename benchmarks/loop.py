@@ -79,7 +79,7 @@ def title(held: Mapping[str, Any]) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _steps(how: step.How, state: step.State, random, batches):
+def _steps(how: step.Setup, state: step.State, random, batches):
     one = lambda state, batch: step.run(how, state, random, batch)
     return jax.lax.scan(one, state, batches)
 
@@ -121,7 +121,7 @@ def _begin(pool, config: Config, splits: data.Splits) -> Callable[[], Trainer]:
     m, t = section(config, Model), section(config, Training)
     net = build.for_training(config, model.create(m))
     state, parts = step.initial(net, t)
-    how = step.How(m, t, parts.graph, 0, None)
+    how = step.Setup(m, t, parts.graph, 0, None)
     batches = _batches(splits.train, config, seed=0, first=0)
     lowered = _steps.lower(how, state, parts.random, batches)
     judged_by = jax.device_put(data.held_out(splits.held_out, config))

@@ -60,15 +60,15 @@ def _import(words: Sequence[str]) -> None:
     from midtread.lm.config import require
     from midtread.report.terminal import Terminal
 
-    found = settings.load_checkpoints(words)
-    require(len(found) == 1, "import takes one folder at a time.")
-    ((path, config),) = found
+    checkpoints = settings.load_checkpoints(words)
+    require(len(checkpoints) == 1, "import takes one folder at a time.")
+    ((path, config),) = checkpoints
     started = time.perf_counter()
-    made = huggingface.import_folder(config, path)
-    rate = made.nbytes / (time.perf_counter() - started) / 1e6
+    imported = huggingface.import_folder(config, path)
+    rate = imported.nbytes / (time.perf_counter() - started) / 1e6
     Terminal().say(
-        f"{made.folder}: {made.architecture}, {made.tensors:,} tensors, "
-        f"{made.nbytes:,} bytes, {rate:,.0f} MB/s"
+        f"{imported.folder}: {imported.architecture}, {imported.tensors:,} tensors, "
+        f"{imported.nbytes:,} bytes, {rate:,.0f} MB/s"
     )
 
 
@@ -79,10 +79,10 @@ def _quantize(words: Sequence[str]) -> None:
     terminal = Terminal()
     for path, config in settings.load_checkpoints(words):
         folder = convert.quantize(config, path, terminal.say)
-        found = build.coverage(config, serve=True)
-        how = build.mode(config, serve=True)
-        terminal.coverage(how, build.summary(found), found.totals)
-        (folder / "coverage.txt").write_text(f"{how}\n\n{found}\n")
+        coverage = build.coverage(config, serve=True)
+        mode = build.mode(config, serve=True)
+        terminal.coverage(mode, build.summary(coverage), coverage.totals)
+        (folder / "coverage.txt").write_text(f"{mode}\n\n{coverage}\n")
 
 
 def _generate(words: Sequence[str]) -> None:
@@ -92,9 +92,9 @@ def _generate(words: Sequence[str]) -> None:
     from midtread.lm.tokenizer import tokenizer
     from midtread.report.terminal import Terminal
 
-    terminal, found = Terminal(), settings.load_checkpoints(words)
-    require(len(found) == 1, "generate takes one checkpoint at a time.")
-    ((path, config),) = found
+    terminal, checkpoints = Terminal(), settings.load_checkpoints(words)
+    require(len(checkpoints) == 1, "generate takes one checkpoint at a time.")
+    ((path, config),) = checkpoints
     _keep_compiled(config.jax_cache_dir)
     codec = tokenizer(config)
     checkpoint.require_same_tokenizer(path, codec)
@@ -103,12 +103,12 @@ def _generate(words: Sequence[str]) -> None:
         model = decode.unstack(model)
     is_chat = bool(codec.chat) and config.use_chat_template
     terminal.stream(config.prompt[0] + ("\n" if is_chat else ""))
-    made = generate(model, codec, config, on_text=terminal.stream)
+    result = generate(model, codec, config, on_text=terminal.stream)
     terminal.stream("\n")
-    for text in made.texts[1:]:
+    for text in result.texts[1:]:
         terminal.say(f"---\n{text}")
     terminal.say(
-        f"{made.tokens_per_second:,.1f} tokens/s, cache of {made.cache_bytes:,} bytes"
+        f"{result.tokens_per_second:,.1f} tokens/s, cache of {result.cache_bytes:,} bytes"
     )
 
 
@@ -117,9 +117,9 @@ def _eval(words: Sequence[str]) -> None:
     from midtread.lm import settings
     from midtread.report.terminal import Terminal
 
-    terminal, found = Terminal(), settings.load_checkpoints(words)
-    _keep_compiled(found[0][1].jax_cache_dir)
-    judged = evals.evaluate(found)
+    terminal, checkpoints = Terminal(), settings.load_checkpoints(words)
+    _keep_compiled(checkpoints[0][1].jax_cache_dir)
+    judged = evals.evaluate(checkpoints)
     terminal.table(*evals.COLUMNS, rows=evals.rows(judged))
     for x in judged:
         if x.steps_to_target is not None:
@@ -134,9 +134,9 @@ def _export(words: Sequence[str]) -> None:
     from midtread.lm.config import require
     from midtread.report.terminal import Terminal
 
-    found = settings.load_checkpoints(words)
-    require(len(found) == 1, "export takes one run at a time.")
-    ((path, config),) = found
+    checkpoints = settings.load_checkpoints(words)
+    require(len(checkpoints) == 1, "export takes one run at a time.")
+    ((path, config),) = checkpoints
     terminal = Terminal()
     terminal.say(f"{huggingface.export(config, path, terminal.say)}")
 
@@ -170,15 +170,15 @@ def _report_runs(words: Sequence[str]) -> None:
     from midtread.report import html, run
     from midtread.report.terminal import Terminal
 
-    found = settings.load_checkpoints(words)
-    judged = evals.evaluate(found)
+    checkpoints = settings.load_checkpoints(words)
+    judged = evals.evaluate(checkpoints)
     section = html.Section(
         "Held out",
         "Loss in nats per token, on text that no run was trained on.",
         columns=evals.COLUMNS,
         rows=tuple(map(tuple, evals.rows(judged))),
     )
-    folders = [pathlib.Path(path) for path, _ in found]
+    folders = [pathlib.Path(path) for path, _ in checkpoints]
     place = folders[0] if len(folders) == 1 else folders[0].parent
     page = run.of_runs(folders, place / "report.html", (section,))
     Terminal().say(f"report: {page}")
@@ -195,8 +195,8 @@ def _bench(words: Sequence[str]) -> None:
         if x.gathered:
             terminal.say(f"{x.name}\n{x.gathered}")
     if not config.mesh:
-        found = bench.decoding(config)
-        terminal.table(*bench.DECODING, rows=bench.decoding_rows(found))
+        decoding = bench.decoding(config)
+        terminal.table(*bench.DECODING, rows=bench.decoding_rows(decoding))
 
 
 def _explain(words: Sequence[str]) -> None:
@@ -332,8 +332,8 @@ def _main(words: list[str]) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("midtread", "jax", "flax"):
             raise
-        how = "run `pip install '.[train]'` in Midtread's folder."
-        what = f"this needs the package {package}: {how}" if package else error
+        advice = "run `pip install '.[train]'` in Midtread's folder."
+        what = f"this needs the package {package}: {advice}" if package else error
         print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -40,7 +40,7 @@ class Trained:
         if config.static == "calibrated":
             ranges.load(config, net)
         self.start, self.parts = step.initial(net, t, layout=layout)
-        self.how = step.How(m, t, self.parts.graph, config.seed, layout=layout)
+        self.how = step.Setup(m, t, self.parts.graph, config.seed, layout=layout)
         batch = data.held_out(data.splits(config).train, config)[0]
         self.batch = layout.place_batch(batch) if layout else jax.device_put(batch)
         state, self.losses, self.norms = self.start, [], []

@@ -63,7 +63,7 @@ def measure(config: Config, name: str) -> Timed:
     model = build.for_training(config, models.create(m, config.seed, layout))
     pruning = build.pruning(config, build.coverage(config))
     state, parts = step.initial(model, t, pruning, layout)
-    how = step.How(m, t, parts.graph, config.seed, pruning, layout)
+    how = step.Setup(m, t, parts.graph, config.seed, pruning, layout)
     started = time.perf_counter()
     compiled = step.run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

@@ -49,12 +49,14 @@ def for_training(config: Config, model: nnx.Module) -> nnx.Module:
     return quantize_model(model, provider, some_tokens(config), rngs=rngs, donate=True)
 
 
-def pruning(config: Config, found: Coverage) -> Pruning | None:
+def pruning(config: Config, coverage: Coverage) -> Pruning | None:
     """Which weights are pruned: those that the rules quantize."""
     sparsity = quantization.sparsity(config)
     if sparsity is None:
         return None
-    paths = dict.fromkeys(r.weight for r in found.rows if r.is_quantized and r.weight)
+    paths = dict.fromkeys(
+        r.weight for r in coverage.rows if r.is_quantized and r.weight
+    )
     return Pruning(sparsity, tuple(paths))
 
 
@@ -69,18 +71,18 @@ class Line(NamedTuple):
     share: float  # of forward FLOPs
 
 
-def summary(found: Coverage) -> list[Line]:
+def summary(coverage: Coverage) -> list[Line]:
     """A few lines out of many: what was quantized by format, what was left alone."""
     groups: dict[Any, list] = {}
     pair = lambda p: " x ".join(p) if p else "-"
-    for row in found.rows:
+    for row in coverage.rows:
         if not row.flops:
             continue
         last = "/".join(row.path.split("/")[-2:]) if row.is_quantized else row.path
         formats = (pair(row.fwd), pair(row.dlhs), pair(row.drhs))
         groups.setdefault((row.is_quantized, formats), []).append((last, row))
     lines = []
-    whole = max(found.totals.flops, 1)
+    whole = max(coverage.totals.flops, 1)
     for (quantized, formats), rows in sorted(groups.items(), key=lambda g: not g[0][0]):
         names = list(dict.fromkeys(last for last, _ in rows))
         where = ", ".join(names[:4]) + (
@@ -119,5 +121,5 @@ def mode(config: Config, serve: bool = False) -> str:
             "numbers depend on the mesh"
         )
     path = config.load_parameters_path or "load_parameters_path"
-    how = STATIC[config.static].format(mode=value.mode, path=path)
-    return f"{value.route} route, reach {config.quant_reach}: {how}{note}"
+    ranges = STATIC[config.static].format(mode=value.mode, path=path)
+    return f"{value.route} route, reach {config.quant_reach}: {ranges}{note}"

@@ -34,22 +34,22 @@ def calibrated(
             f"algorithm={config.algorithm}: {name} keeps factors of inputs beside the codes, "
             "which checkpoints have no place for yet. Use mt.calibrate, or gptq.",
         )
-    found = list(
+    batches = list(
         itertools.islice(
             iter(data.batches(data.splits(config).train, config)),
             config.calibration_batches,
         )
     )
-    inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in found]
+    inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in batches]
     provider = quantization.serving(config)
     assert provider is not None  # `quantize` asked
     try:
-        made = algorithms.calibrate(
+        result = algorithms.calibrate(
             model, provider, inputs, algorithms=names, folder=folder, progress=say
         )
     except ValueError as error:
         raise UsageError(str(error).splitlines()[0]) from None
-    return made.model, made.report
+    return result.model, result.report
 
 
 INPUTS = ("inputs", "positions", "segments")

@@ -293,14 +293,18 @@ def load_weights(path: str, like: nnx.State) -> nnx.State:
 
 def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State:
     """Weights of a Hugging Face folder, one array after the other."""
-    found = huggingface.arrays(folder, _stacked_as(path, weights))
+    published = huggingface.arrays(folder, _stacked_as(path, weights))
     weights = jax.tree.map(lambda x: x, weights)
     pure = flax.traverse_util.flatten_dict(nnx.to_pure_dict(weights), sep="/")
-    made = {}
+    placed = {}
     for name, like in pure.items():
         where = getattr(like, "sharding", None) or _here()
-        made[name] = jax.device_put(huggingface.floats(found[name], like.dtype), where)
-    nnx.replace_by_pure_dict(weights, flax.traverse_util.unflatten_dict(made, sep="/"))
+        placed[name] = jax.device_put(
+            huggingface.floats(published[name], like.dtype), where
+        )
+    nnx.replace_by_pure_dict(
+        weights, flax.traverse_util.unflatten_dict(placed, sep="/")
+    )
     return weights
 
 
@@ -320,9 +324,9 @@ def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     if folder := huggingface.folder_in(path):
-        found = huggingface.arrays(folder, section(config_of(path), Model))
+        published = huggingface.arrays(folder, section(config_of(path), Model))
         flat = flax.traverse_util.flatten_dict(wanted, sep="/")
-        put = lambda k, v: jax.device_put(huggingface.floats(found[k], v.dtype))
+        put = lambda k, v: jax.device_put(huggingface.floats(published[k], v.dtype))
         got = {k: put(k, v) for k, v in flat.items()}
         return flax.traverse_util.unflatten_dict(got, sep="/")
 

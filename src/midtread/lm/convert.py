@@ -65,9 +65,9 @@ def load(config: Config, path: str) -> nnx.Module:
     memory if the config asks for it."""
     layout = serving_layout(config)
     if folder := huggingface.folder_in(path):
-        found = huggingface.arrays(folder, section(config, Model))
-        if codes.has_codes(found):
-            return on_devices(layout, codes.load(config, found))
+        published = huggingface.arrays(folder, section(config, Model))
+        if codes.has_codes(published):
+            return on_devices(layout, codes.load(config, published))
     if not is_quantized(path):
         model = on_devices(layout, models.abstract(section(config, Model)))
         state = nnx.state(model, nnx.Param)
@@ -164,16 +164,16 @@ def _from_floats(config: Config, source: str) -> tuple[nnx.Module, dict[str, Any
     served = abstract(config)
     floats = nnx.state(models.abstract(section(config, Model)), nnx.Param)
     flat = lambda state: flax.traverse_util.flatten_dict(nnx.to_pure_dict(state))
-    stored, made, before = flat(checkpoint.stored(source)), {}, 0
+    stored, quantized, before = flat(checkpoint.stored(source)), {}, 0
     for path, shape in flat(floats).items():
         param = read_one(source, path, stored[path]).astype(shape.dtype)
         before += param.nbytes
         one = flax.traverse_util.unflatten_dict({path: param})
-        made |= flax.traverse_util.flatten_dict(quantize_params(one, served))
+        quantized |= flax.traverse_util.flatten_dict(quantize_params(one, served))
         del param, one
     graph, params, rest = nnx.split(served, nnx.Param, ...)
-    nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(made))
-    sizes = {"source": source, "float_bytes": before, "bytes": nbytes(made)}
+    nnx.replace_by_pure_dict(params, flax.traverse_util.unflatten_dict(quantized))
+    sizes = {"source": source, "float_bytes": before, "bytes": nbytes(quantized)}
     return nnx.merge(graph, params, rest), sizes
 
 

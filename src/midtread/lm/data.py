@@ -60,23 +60,23 @@ def _files(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Documents:
 def corpus() -> Documents:
     """The standard library's source."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    paths = []
     for folder, inside, here in os.walk(root):
         inside[:] = sorted(d for d in inside if d not in NO_TESTS)
-        found += [pathlib.Path(folder, f) for f in here if f.endswith(".py")]
-    names = {p.relative_to(root).as_posix(): p for p in found}
+        paths += [pathlib.Path(folder, f) for f in here if f.endswith(".py")]
+    names = {p.relative_to(root).as_posix(): p for p in paths}
     order = sorted(names)
     return _files([names[n] for n in order], order)
 
 
 def _paths(config: Config, suffix: str) -> list[pathlib.Path]:
     path = pathlib.Path(config.dataset_path)
-    found = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [
+    paths = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [
         pathlib.Path(p) for p in sorted(glob.glob(config.dataset_path))
     ]  # fmt: skip
-    found = [p for p in found if p.is_file()]
-    require(found, f"dataset_path={config.dataset_path}: no such file.")
-    return found
+    paths = [p for p in paths if p.is_file()]
+    require(paths, f"dataset_path={config.dataset_path}: no such file.")
+    return paths
 
 
 def _text(config: Config) -> Documents:
@@ -181,14 +181,14 @@ def splits(config: Config) -> Splits:
         np.append(codec.encode(t), codec.end).astype(dtype) for t in documents.texts
     ]
     sizes = [len(t.encode("utf-8", "replace")) for t in documents.texts]
-    train, held, held_bytes = _hold_out(ended, sizes)
+    train, held_out, held_bytes = _hold_out(ended, sizes)
     make = lambda parts: Rows(
         np.concatenate(parts) if parts else np.zeros(0, dtype),
         np.cumsum([0, *map(len, parts)])[:-1],
         config.max_target_length,
         config.packing,
     )
-    rows = make(train), make(held)
+    rows = make(train), make(held_out)
     for name, split in zip(("training", "held-out"), rows):
         require(
             len(split) >= (config.batch_size if name == "training" else 1),
@@ -196,7 +196,7 @@ def splits(config: Config) -> Splits:
             f"of max_target_length={config.max_target_length}: too few for batch_size="
             f"{config.batch_size}.",
         )
-    tokens = sum(map(len, held))
+    tokens = sum(map(len, held_out))
     about = {**documents.about, **codec.about, "rows": len(rows[0])}
     about |= {
         "held_out_rows": len(rows[1]),
@@ -209,9 +209,9 @@ def _hold_out(ended: list, sizes: list[int]) -> tuple[list, list, float]:
     """One of every HELD_OUT documents; of a few, the end."""
     if len(ended) >= HELD_OUT:
         is_held = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(ended))]
-        held = [d for d, h in zip(ended, is_held) if h]
+        held_out = [d for d, h in zip(ended, is_held) if h]
         kept = [d for d, h in zip(ended, is_held) if not h]
-        return kept, held, sum(s for s, h in zip(sizes, is_held) if h)
+        return kept, held_out, sum(s for s, h in zip(sizes, is_held) if h)
     tokens = np.concatenate(ended)
     cut = len(tokens) - max(len(tokens) // HELD_OUT, 2)
     per_token = sum(sizes) / len(tokens)
@@ -240,8 +240,8 @@ def batches(rows: Rows | stream.Stream, config: Config) -> Any:
     import grain
 
     if isinstance(rows, stream.Stream):
-        made = rows.rows(config.seed).batch(config.batch_size, batch_fn=stack)
-        return iter(_by_workers(made, config))
+        dataset = rows.rows(config.seed).batch(config.batch_size, batch_fn=stack)
+        return iter(_by_workers(dataset, config))
     dataset = grain.MapDataset.source(rows).seed(config.seed)
     if config.dataset_type != "synthetic":
         dataset = dataset.shuffle()
@@ -283,8 +283,8 @@ def windows(config: Config) -> tuple[list[Batch], float]:
     of many windows eval_steps * batch_size, spread over the text.
     """
     if config.dataset_type == "synthetic" or config.dataset_type in stream.LIBRARIES:
-        found = splits(config)
-        return held_out(found.held_out, config), found.about["bytes_per_token"]
+        split = splits(config)
+        return held_out(split.held_out, config), split.about["bytes_per_token"]
     codec, length = tokenizer(config), config.max_target_length
     begin = np.asarray(codec.begin, np.int64)
     rows, num_tokens, num_bytes = [], 0, 0

@@ -35,23 +35,23 @@ class Judged(NamedTuple):
     seconds_to_target: float | None = None
 
 
-def evaluate(found: list[tuple[str, Config]]) -> list[Judged]:
+def evaluate(checkpoints: list[tuple[str, Config]]) -> list[Judged]:
     """Every checkpoint on the held-out split of the first one's data."""
-    first = found[0][1]
-    if any(huggingface.folder_in(path) for path, _ in found):
+    first = checkpoints[0][1]
+    if any(huggingface.folder_in(path) for path, _ in checkpoints):
         batches, bytes_per_token = data.windows(first)
     else:
         splits = data.splits(first)
         batches = data.held_out(splits.held_out, first)
         bytes_per_token = splits.about["bytes_per_token"]
     out = []
-    for path, config in found:
+    for path, config in checkpoints:
         for name in ("vocab_size", "tokenizer_type", "tokenizer_path"):
             here, there = getattr(first, name), getattr(config, name)
             require(
                 here == there or (name == "tokenizer_path" and _same_file(here, there)),
                 f"{path} cannot be judged by the same text: {name}={there}, but "
-                f"{found[0][0]} has {name}={here}.",
+                f"{checkpoints[0][0]} has {name}={here}.",
             )
         if first.dataset_type != "synthetic":
             checkpoint.require_same_tokenizer(path, data.tokenizer(config))

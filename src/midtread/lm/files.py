@@ -107,13 +107,13 @@ class Lines:
 
 def _line_starts(path: pathlib.Path) -> np.ndarray:
     """Where lines begin that are not blank; the size last."""
-    found, place = [np.zeros(1, np.int64)], 0
+    starts_of_chunks, place = [np.zeros(1, np.int64)], 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10)
-            found.append(ends + place + 1)
+            starts_of_chunks.append(ends + place + 1)
             place += len(chunk)
-    starts = np.concatenate(found)
+    starts = np.concatenate(starts_of_chunks)
     starts = starts if starts[-1] == place else np.append(starts, place)
     return starts[
         np.append(np.diff(starts) > 2, True)
@@ -131,16 +131,16 @@ def _pieces(path: pathlib.Path) -> np.ndarray:
 
 
 def _lines(paths: Sequence[pathlib.Path], is_json: bool) -> Lines:
-    found = []
+    starts_of_files = []
     for path in paths:
         require_ends(path)
         starts = _line_starts(path) if is_json else _pieces(path)
         if is_json:
             require(len(starts) > 1, f"{path} has no records: remove it.")
             require_last_record(path, starts)
-        found.append(starts)
-    firsts = np.cumsum([0, *map(len, found)])
-    return Lines(tuple(paths), np.concatenate(found), firsts, is_json)
+        starts_of_files.append(starts)
+    firsts = np.cumsum([0, *map(len, starts_of_files)])
+    return Lines(tuple(paths), np.concatenate(starts_of_files), firsts, is_json)
 
 
 def require_last_record(path: pathlib.Path, starts: np.ndarray) -> None:
@@ -219,10 +219,10 @@ def digest(records: Lines | Groups) -> str:
     names = (
         records.paths if isinstance(records, Lines) else [p for p, _ in records.files]
     )
-    found = hashlib.sha256(records.starts.tobytes())
+    sha256 = hashlib.sha256(records.starts.tobytes())
     for path in names:
-        found.update(path.name.encode() + b"\0")
-    return found.hexdigest()
+        sha256.update(path.name.encode() + b"\0")
+    return sha256.hexdigest()
 
 
 # --- order ------------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ def gather(
     Args:
         noted: the range of each output channel, cut as `w` is; None for a constant.
     """
-    return _gather(_How(layout, tuple(names), jnp.dtype(dtype)), w, noted)
+    return _gather(_Transfer(layout, tuple(names), jnp.dtype(dtype)), w, noted)
 
 
-class _How(NamedTuple):
+class _Transfer(NamedTuple):
     layout: Layout
     names: tuple
     dtype: Any
@@ -68,34 +68,36 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how, w, noted):
-    return _forward(how, w, noted)[0]
+def _gather(transfer, w, noted):
+    return _forward(transfer, w, noted)[0]
 
 
-def _forward(how, w, noted):
-    spec, cut = how.layout.codes, how.cut(w)
+def _forward(transfer, w, noted):
+    spec, cut = transfer.layout.codes, transfer.cut(w)
     assert spec is not None and "fsdp" in cut
     given = () if noted is None else (noted,)
 
     def here(w, *given):
-        w = w.astype(how.dtype)
-        window = {"absmax": given[0].astype(how.dtype)} if given else calibrate(w, spec)
+        w = w.astype(transfer.dtype)
+        window = (
+            {"absmax": given[0].astype(transfer.dtype)} if given else calibrate(w, spec)
+        )
         q = quantize_to_range(w, spec, window)
         codes = jax.lax.bitcast_convert_type(q.qvalue, jnp.uint8)
         codes = _together(codes, cut)
         codes = jax.lax.bitcast_convert_type(codes, q.qvalue.dtype)
-        scale, ranges = q.scale, [_together(x, how.cut(noted)) for x in given]
+        scale, ranges = q.scale, [_together(x, transfer.cut(noted)) for x in given]
         if ranges:
-            everywhere = {"absmax": ranges[0].astype(how.dtype)}
-            scale = settled(scales_of(everywhere, spec).scale.astype(how.dtype))
-        out = dequantize(q.replace(qvalue=codes, scale=scale), how.dtype)
+            everywhere = {"absmax": ranges[0].astype(transfer.dtype)}
+            scale = settled(scales_of(everywhere, spec).scale.astype(transfer.dtype))
+        out = dequantize(q.replace(qvalue=codes, scale=scale), transfer.dtype)
         return out, is_inside(w, window), *ranges
 
     run = jax.shard_map(
         here,
-        mesh=how.layout.mesh,
-        in_specs=(cut, *map(how.cut, given)),
-        out_specs=(how.whole(w), cut, *map(how.whole, given)),
+        mesh=transfer.layout.mesh,
+        in_specs=(cut, *map(transfer.cut, given)),
+        out_specs=(transfer.whole(w), cut, *map(transfer.whole, given)),
         check_vma=False,
     )
     out, inside, *ranges = run(w, *given)
@@ -110,9 +112,9 @@ def _together(x: jax.Array, cut: P) -> jax.Array:
     return jax.lax.all_gather(x, "fsdp", axis=tuple(cut).index("fsdp"), tiled=True)
 
 
-def _backward(how, kept, gs):
+def _backward(transfer, kept, gs):
     (inside, like), (g, _) = kept, gs
-    where = NamedSharding(how.layout.mesh, how.cut(g))
+    where = NamedSharding(transfer.layout.mesh, transfer.cut(g))
     g = jax.lax.with_sharding_constraint(g, where)
     g = g if inside is None else jnp.where(inside, g, jnp.zeros_like(g))
     return g.astype(like.dtype), None
@@ -156,10 +158,10 @@ def _gathered(layout: Layout, params: nnx.State, rest: nnx.State):
         if not travels_as_codes(layout, path, names, w.shape):
             continue
         beside = (*path[:-1], f"{path[-1]}{SUFFIX}")
-        held = read(others[beside]) if beside in others else {}
+        ranges = read(others[beside]) if beside in others else {}
         with jax.named_scope("/".join(map(str, path))):  # what mt.prove calls it
-            w, noted = gather(layout, names, layout.dtype, w, held.get("absmax"))
+            w, noted = gather(layout, names, layout.dtype, w, ranges.get("absmax"))
         weights[path] = var.replace(w)
-        if held:
-            others[beside] = others[beside].replace({**held, "absmax": noted})
+        if ranges:
+            others[beside] = others[beside].replace({**ranges, "absmax": noted})
     return nnx.from_flat_state(weights), nnx.from_flat_state(others)

@@ -85,12 +85,14 @@ def generate(
         if number == 0:
             pieces.add(tokens)
 
-    made = decode.complete(server, encoded, allowed, on_tokens)
-    out = np.full((len(made), allowed), codec.end)
-    for row, tokens in zip(out, made):
+    continuations = decode.complete(server, encoded, allowed, on_tokens)
+    out = np.full((len(continuations), allowed), codec.end)
+    for row, tokens in zip(out, continuations):
         row[: len(tokens)] = tokens
     shown = [f"{p}\n" if is_chat else p for p in prompts]
-    texts = [p + codec.decode(_until_stop(o, stops)) for p, o in zip(shown, made)]
+    texts = [
+        p + codec.decode(_until_stop(o, stops)) for p, o in zip(shown, continuations)
+    ]
     return Result(texts, out, clock.prefill, clock.rate, server.cache_bytes)
 
 
@@ -106,18 +108,20 @@ class Clock:
     """Tokens a second, from the first token on: reading the prompts is not counted."""
 
     def __init__(self):
-        self._made, self._started, self.prefill = 0, time.perf_counter(), 0.0
+        self._num_tokens, self._started, self.prefill = 0, time.perf_counter(), 0.0
 
     def count(self, tokens: int) -> None:
         now = time.perf_counter()
         if not self.prefill:
             self.prefill, self._started = now - self._started, now
             return
-        self._made, self._last = self._made + tokens, now
+        self._num_tokens, self._last = self._num_tokens + tokens, now
 
     @property
     def rate(self) -> float:
-        return self._made / (self._last - self._started) if self._made else 0.0
+        return (
+            self._num_tokens / (self._last - self._started) if self._num_tokens else 0.0
+        )
 
 
 class Pieces:

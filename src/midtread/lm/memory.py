@@ -48,18 +48,20 @@ class Bytes(NamedTuple):
 
 def model(config: Config, on: Mapping[str, int]) -> Bytes:
     """The bytes of a step of `config` on a mesh of these sizes."""
-    held = here = largest = gathered = 0
+    weight_bytes = here = largest = gathered = 0
     again = (
         2 if config.remat_policy in ("full", "quantized") else 1
     )  # in the backward too
     for path, var in weights_of(config):
         w = Weight(config, on, path, var)
-        held += w.here * w.itemsize
+        weight_bytes += w.here * w.itemsize
         here += w.here
         gathered += w.arriving * w.layers * again
         largest += w.arriving
     moments = int(here * optimizer_bytes(config))
-    return Bytes(held, moments, held, activations(config, on), largest, gathered)
+    return Bytes(
+        weight_bytes, moments, weight_bytes, activations(config, on), largest, gathered
+    )
 
 
 def optimizer_bytes(config: Config) -> float:
@@ -146,8 +148,8 @@ def _kept(config: Config) -> int:
 
         return jax.vjp(loss, learned)[1]
 
-    found = jax.eval_shape(residuals, *parts[1:], batch)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
+    residuals_kept = jax.eval_shape(residuals, *parts[1:], batch)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals_kept))
 
 
 # --- for reading ------------------------------------------------------------------------------
@@ -155,12 +157,12 @@ def _kept(config: Config) -> int:
 
 def describe(config: Config, on: Mapping[str, int]) -> str:
     """A table, for `midtread explain`."""
-    found = model(config, on)
+    bytes_needed = model(config, on)
     rows = [["on each device", "bytes"]]
     rows += [[name, human(value, "B")] for name, value in (
-        ("parameters", found.parameters), ("optimizer", found.optimizer),
-        ("gradients", found.gradients), ("activations", found.activations),
-        ("gathered weights, at once", found.at_once), ("together", found.total),
-        ("gathered in a step", found.gathered))]  # fmt: skip
+        ("parameters", bytes_needed.parameters), ("optimizer", bytes_needed.optimizer),
+        ("gradients", bytes_needed.gradients), ("activations", bytes_needed.activations),
+        ("gathered weights, at once", bytes_needed.at_once), ("together", bytes_needed.total),
+        ("gathered in a step", bytes_needed.gathered))]  # fmt: skip
     axes = ", ".join(f"{axis} {n}" for axis, n in on.items() if n > 1) or "one device"
     return f"mesh: {axes}\n{table(rows, {1})}"

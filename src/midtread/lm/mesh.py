@@ -60,7 +60,7 @@ LOGICAL = {
 
 def sizes(text: str, devices: int | None = None) -> dict[str, int]:
     """`data:2,fsdp:-1` as {axis: devices}; -1 takes what is left of `devices`."""
-    found = dict.fromkeys(AXES, 1)
+    counts = dict.fromkeys(AXES, 1)
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, number = part.partition(":")
         require(
@@ -71,19 +71,19 @@ def sizes(text: str, devices: int | None = None) -> dict[str, int]:
             int(number) > 0 or number == "-1"
         )
         require(is_number, f"mesh={text}: {part} should be {name}:<devices>, or -1.")
-        found[name] = int(number)
-    rest = [name for name, n in found.items() if n == -1]
+        counts[name] = int(number)
+    rest = [name for name, n in counts.items() if n == -1]
     require(len(rest) <= 1, f"mesh={text}: only one axis can be -1, the rest.")
     if rest:
-        known = math.prod(n for n in found.values() if n > 0)
+        known = math.prod(n for n in counts.values() if n > 0)
         devices = devices or 0
         require(devices, f"mesh={text}: write a number for {rest[0]} here, not -1.")
         require(
             devices % known == 0,
             f"mesh={text}: {known} does not divide the {devices} devices there are.",
         )
-        found[rest[0]] = devices // known
-    return found
+        counts[rest[0]] = devices // known
+    return counts
 
 
 def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) -> P:
@@ -95,15 +95,15 @@ def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) ->
         [n for n in names if n != "layers"]
     ) < 2:  # fmt: skip
         return P()
-    free, made = dict(on), []
+    free, cuts = dict(on), []
     for name, extent in zip(names, shape):
         axis = LOGICAL.get(name) if name else None
         cut = free.get(axis, 1) if axis else 1
         fits = cut > 1 and extent % cut == 0
-        made.append(axis if fits else None)
+        cuts.append(axis if fits else None)
         if axis and (fits or extent == 1):  # a scale lies as the array it belongs to
             free.pop(axis, None)
-    return P(*made)
+    return P(*cuts)
 
 
 def shard_size(on: Mapping[str, int], cut: P, shape: Sequence[int]) -> int:
@@ -118,15 +118,17 @@ def _as_tuple(part: Any) -> tuple[str, ...]:
 
 def names_of(tree: Any) -> list[tuple | None]:
     """The logical axes of every array in `tree`, in the order of its leaves."""
-    found: list[tuple | None] = []
+    names_of_arrays: list[tuple | None] = []
     is_variable = lambda x: isinstance(x, nnx.Variable)
     for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
         if not is_variable(leaf):
-            found.append(None)
+            names_of_arrays.append(None)
             continue
         names = leaf.get_metadata().get("out_sharding")
-        found += [tuple(names) if names else None] * len(jax.tree.leaves(leaf))
-    return found
+        names_of_arrays += [tuple(names) if names else None] * len(
+            jax.tree.leaves(leaf)
+        )
+    return names_of_arrays
 
 
 # --- layout: a mesh of devices ----------------------------------------------------------------
@@ -159,12 +161,12 @@ class Layout:
         """Where every array of `tree` (variables that name their axes, or `names` for
         all leaves) belongs."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        made = []
+        shardings = []
         for axes, (path, x) in zip(names or names_of(tree), leaves, strict=True):
             if self.whole_scales and _is_scale(path) and _is_rank_one(axes, x.shape):
                 axes = None
-            made.append(self.sharding(axes, x.shape))
-        return jax.tree.unflatten(structure, made)
+            shardings.append(self.sharding(axes, x.shape))
+        return jax.tree.unflatten(structure, shardings)
 
     def place(self, tree: Any, names: Sequence | None = None) -> Any:
         """`tree` on its devices; every process holds the same values."""
@@ -233,8 +235,8 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.jit(lambda a: a, out_shardings=sharding)(x)
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    held = np.asarray(x)  # the same in every process: each keeps its part
-    return jax.make_array_from_callback(held.shape, sharding, lambda at: held[at])
+    values = np.asarray(x)  # the same in every process: each keeps its part
+    return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
 
 
 def place_qarray(layout: Layout, q: QArray, names: Sequence) -> QArray:
@@ -340,21 +342,21 @@ def check_recipe(config: Config) -> None:
             "axis gathers weights. Write mesh=fsdp:-1, or drop it.",
         )
     if config.expert_dispatch != "xla":
-        how = f"expert_dispatch={config.expert_dispatch}"
+        asked = f"expert_dispatch={config.expert_dispatch}"
         require(
             _keeps_nothing(config),
-            f"{how} with {what}: by hand each device has its own experts, which is for the "
+            f"{asked} with {what}: by hand each device has its own experts, which is for the "
             "values of Qwix's route that find ranges in the data, and for float. Write "
             "use_qwix_quantization=true, or expert_dispatch=xla.",
         )
         require(
             sizes(config.mesh, jax.device_count())["expert"] > 1,
-            f"{how} with mesh={config.mesh or repr('')}: tokens travel along an expert "
+            f"{asked} with mesh={config.mesh or repr('')}: tokens travel along an expert "
             "axis. Write mesh=expert:-1, or expert_dispatch=xla.",
         )
         require(
             config.static != "measure",
-            f"{how} with static=measure: by hand each device sees its own rows alone. "
+            f"{asked} with static=measure: by hand each device sees its own rows alone. "
             "Write expert_dispatch=xla to measure.",
         )
     if config.batch_split_factor > 1:

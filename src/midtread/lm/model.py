@@ -106,8 +106,8 @@ class Layer(nnx.Module):
             part[0], part[1]._replace(is_local=local), None
         )[0]
         xs = split.staggered(first, split.cut((x, place), count))
-        made = split.staggered(self.feed, xs)
-        xs, loads = zip(*made)
+        outputs = split.staggered(self.feed, xs)
+        xs, loads = zip(*outputs)
         return split.join(xs), self.balance(loads), cache
 
     def attention(self, x: jax.Array, place: Place, cache: Any):
@@ -120,13 +120,13 @@ class Layer(nnx.Module):
         """The stream after the MLP or the experts, and the router's load if any."""
         y, load = self.post_self_attention_layer_norm(x) if self.is_before else x, None
         if self.sparse:
-            made, load = self.MoeBlock_0(y)
+            out, load = self.MoeBlock_0(y)
             if hasattr(self, "shared_experts"):
-                made = made + self.shared_experts(y)
+                out = out + self.shared_experts(y)
         else:
-            made = self.mlp(y)
-        made = self.post_mlp_norm(made) if self.is_after else made
-        return keep_rows(x + made), load
+            out = self.mlp(y)
+        out = self.post_mlp_norm(out) if self.is_after else out
+        return keep_rows(x + out), load
 
     def balance(self, loads) -> jax.Array:
         return self.MoeBlock_0.balance(loads) if self.sparse else jnp.zeros(())
@@ -200,10 +200,10 @@ class Decoder(nnx.Module):
         for name, local in self.kinds:
             cache = None if caches is None else caches[name]
             if self.scanned:
-                made = self._scan(name, x, place, cache, local)
+                results = self._scan(name, x, place, cache, local)
             else:
-                made = self._loop(name, x, place, cache)
-            x, more, written[name] = made
+                results = self._loop(name, x, place, cache)
+            x, more, written[name] = results
             balance += more
         return x, balance, None if caches is None else written
 

@@ -40,24 +40,24 @@ def start(environ: Mapping[str, str] | None = None) -> None:
         return
     if jax.distributed.is_initialized():
         return
-    how: dict = {}
+    options: dict = {}
     if given and not clusters:
         missing = [name for name in BY_HAND if name not in environ]
         require(
             not missing,
             f"{given[0]} is set, but not {', '.join(missing)}: set all three.",
         )
-        how = {
+        options = {
             "num_processes": _number(environ, "JAX_NUM_PROCESSES"),
             "process_id": _number(environ, "JAX_PROCESS_ID"),
             "cluster_detection_method": "deactivate",
         }
         require(
-            how["process_id"] < how["num_processes"],
-            f"JAX_PROCESS_ID={how['process_id']} with JAX_NUM_PROCESSES="
-            f"{how['num_processes']}: numbers begin at 0.",
+            options["process_id"] < options["num_processes"],
+            f"JAX_PROCESS_ID={options['process_id']} with JAX_NUM_PROCESSES="
+            f"{options['num_processes']}: numbers begin at 0.",
         )
-    jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT, **how)
+    jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT, **options)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

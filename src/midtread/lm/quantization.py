@@ -71,7 +71,7 @@ def _calibrations(config: Config) -> dict[str, Any]:
     """The five keys, as fields of a rule."""
     both = config.quantization_calibration_method
     both = both or (HEADROOM if config.static else "absmax")
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "weight_calibration_method": config.weight_quantization_calibration_method
         or both,
         "act_calibration_method": config.act_quantization_calibration_method or both,
@@ -80,8 +80,8 @@ def _calibrations(config: Config) -> dict[str, Any]:
     }
     drhs = config.drhs_grad_quantization_calibration_method
     if drhs:
-        made["additional_qt_config"] = {"drhs_grad_calibration_method": drhs}
-    return made
+        fields["additional_qt_config"] = {"drhs_grad_calibration_method": drhs}
+    return fields
 
 
 def _qwix(
@@ -90,7 +90,7 @@ def _qwix(
     formats = {"weight_qtype": weight, "act_qtype": weight, "bwd_qtype": bwd or weight}
 
     def fields(config: Config) -> dict[str, Any]:
-        made = {**formats, **_calibrations(config)}
+        rule_fields = {**formats, **_calibrations(config)}
         shards = _shards(config)
         if grad_tiles and shards != 1:
             require(
@@ -98,8 +98,8 @@ def _qwix(
                 "quantization_local_shard_count=0 leaves the weight gradient in float on "
                 "the AQT route; with use_qwix_quantization=true write 1 or more.",
             )
-            made["bwd_weight_grad_tile_size"] = 1 / shards
-        return made
+            rule_fields["bwd_weight_grad_tile_size"] = 1 / shards
+        return rule_fields
 
     uses = (*CALIBRATIONS, *(("quantization_local_shard_count",) if grad_tiles else ()))
     mode = "scales from the data, per row and per column, each step"
@@ -201,20 +201,20 @@ def value_of(config: Config) -> Value | None:
     name, qwix = config.quantization, config.use_qwix_quantization
     if not name:
         return None
-    found = {value.route: value for value in VALUES[name]}
+    routes = {value.route: value for value in VALUES[name]}
     if qwix is None:
-        return found.get("aqt", next(iter(found.values())))
+        return routes.get("aqt", next(iter(routes.values())))
     if qwix:
         require(
-            "qwix" in found,
+            "qwix" in routes,
             f"quantization={name} is not one of Qwix's: drop use_qwix_quantization=true.",
         )
-        return found["qwix"]
+        return routes["qwix"]
     require(
-        set(found) != {"qwix"},
+        set(routes) != {"qwix"},
         f"quantization={name} is Qwix's alone: write use_qwix_quantization=true.",
     )
-    return next(value for route, value in found.items() if route != "qwix")
+    return next(value for route, value in routes.items() if route != "qwix")
 
 
 # --- what is asked for, and what can be had ---------------------------------------------------
@@ -255,7 +255,7 @@ def check(config: Config) -> None:
 
 
 def _check_static(config: Config) -> None:
-    how = f"static={config.static}"
+    asked = f"static={config.static}"
     for name in (
         *CALIBRATIONS[:1],
         *(f"{x}_{CALIBRATIONS[0]}" for x in ("weight", "act")),
@@ -263,12 +263,12 @@ def _check_static(config: Config) -> None:
         text = getattr(config, name)
         require(
             not text or calibration.parse(text).method == "absmax",
-            f"{how} with {name}={text}: static ranges are the largest |x| seen. Write "
+            f"{asked} with {name}={text}: static ranges are the largest |x| seen. Write "
             f"{name}=absmax,<headroom>, or drop it.",
         )
     require(
         config.quant_reach == "all" or config.num_experts == 1,
-        f"{how} with quant_reach=maxtext: experts have no static ranges there. Write "
+        f"{asked} with quant_reach=maxtext: experts have no static ranges there. Write "
         "quant_reach=all.",
     )
 
@@ -320,17 +320,17 @@ def rules(config: Config) -> list[QtRule]:
         ops = ("dot_general", "ragged_dot")
     if config.quantize_logits_proj:
         where = f"({where}|{HEAD})"
-    made = _mixed(config, where, ops) if config.quantization == "intmp" else [
+    rules_asked = _mixed(config, where, ops) if config.quantization == "intmp" else [
         QtRule(module_path=where, op_names=ops, **value.fields(config))
     ]  # fmt: skip
     if config.num_experts > 1 and config.quant_reach == "maxtext" and value.experts:
-        made = _as_qwix_has_experts(made)
+        rules_asked = _as_qwix_has_experts(rules_asked)
     if config.num_experts > 1 and not config.quantize_router_proj:
-        made = [QtRule(module_path=r".*/gate"), *made]
-    return made
+        rules_asked = [QtRule(module_path=r".*/gate"), *rules_asked]
+    return rules_asked
 
 
-def _as_qwix_has_experts(made: list[QtRule]) -> list[QtRule]:
+def _as_qwix_has_experts(rules: list[QtRule]) -> list[QtRule]:
     """Qwix 0.1.8 has no calibration of a ragged_dot: absmax, whatever the flags say."""
     absmax = {
         f"{name}_calibration_method": "absmax" for name in ("weight", "act", "bwd")
@@ -339,10 +339,10 @@ def _as_qwix_has_experts(made: list[QtRule]) -> list[QtRule]:
         dataclasses.replace(
             r, op_names=("ragged_dot",), additional_qt_config=None, **absmax
         )
-        for r in made
+        for r in rules
     ]
     return [
-        *(dataclasses.replace(r, op_names=("dot_general",)) for r in made),
+        *(dataclasses.replace(r, op_names=("dot_general",)) for r in rules),
         *experts,
     ]
 
@@ -354,8 +354,8 @@ def provider(config: Config) -> QuantizationProvider | None:
         "replicate_quant_scale=true is about the scales of stored weights; training makes "
         "its own in every step. Drop it; generate and eval take it, with mesh.",
     )
-    made = rules(config)
-    if not made:
+    rules_asked = rules(config)
+    if not rules_asked:
         return None
     value = value_of(config)
     make = value.provider if value else QtProvider
@@ -363,7 +363,7 @@ def provider(config: Config) -> QuantizationProvider | None:
         measuring = config.static == "measure"
         make = functools.partial(StaticProvider, measuring=measuring)
     try:
-        return make(made)
+        return make(rules_asked)
     except ValueError as error:
         raise UsageError(f"quant: {error}") from None
 
@@ -375,19 +375,19 @@ def serving(config: Config) -> PtqProvider | None:
         f"static={config.static} is for training: a checkpoint's weights are quantized "
         "with ranges of their own. Drop it.",
     )
-    made = rules(config)
-    if not made:
+    rules_asked = rules(config)
+    if not rules_asked:
         return None
     value = value_of(config)
     if config.quantization == "intmp" or value is None:
-        return PtqProvider(made)
+        return PtqProvider(rules_asked)
     require(
         value.serves,
         f"quantization={config.quantization} is for training. A checkpoint can be: "
         f"{', '.join(k for k, v in VALUES.items() if any(x.serves for x in v))}, intmp.",
     )
     if value.serves == FORWARD:
-        return PtqProvider(made)
+        return PtqProvider(rules_asked)
     weight, act = value.serves or (None, None)
     plain = {
         "weight_qtype": weight,
@@ -406,7 +406,7 @@ def serving(config: Config) -> PtqProvider | None:
             or None,
             **plain,
         )
-        for r in made
+        for r in rules_asked
     ]
     return PtqProvider(base)
 
@@ -423,13 +423,15 @@ def _mixed(config: Config, where: str, ops: tuple[str, ...]) -> list[QtRule]:
     rules are turned around."""
     entries = _read_mix(config.quant_cfg_path)
     default = {**MIX, **entries.get("__default__", {})}
-    made = []
+    mixed_rules = []
     for pattern, settings in reversed(entries.items()):
         if pattern != "__default__":
-            made.append(_mixed_rule({**default, **settings}, where, pattern, ops))
+            mixed_rules.append(
+                _mixed_rule({**default, **settings}, where, pattern, ops)
+            )
     if "__default__" in entries:
-        made.append(_mixed_rule(default, where, ".*", ops))
-    return made
+        mixed_rules.append(_mixed_rule(default, where, ".*", ops))
+    return mixed_rules
 
 
 def _mixed_rule(settings: dict, where: str, pattern: str, ops) -> QtRule:

@@ -26,14 +26,14 @@ FILE = "static.npz"
 
 def save(folder: pathlib.Path, kept: nnx.State) -> None:
     """Writes what `kept` has noted; every process calls it, one writes."""
-    found = {
+    arrays = {
         f"{'/'.join(map(str, path))}/{part}": _whole(x)
         for path, var in nnx.to_flat_state(kept)
         for part, x in read(var).items()
     }
     if processes.is_first():
         partly = folder / f"partly-{FILE}"
-        np.savez(partly, **found)  # pyright: ignore[reportArgumentType]
+        np.savez(partly, **arrays)  # pyright: ignore[reportArgumentType]
         partly.rename(folder / FILE)
 
 
@@ -68,14 +68,14 @@ def find(config: Config) -> pathlib.Path:
 def load(config: Config, model: nnx.Module) -> None:
     """Puts the ranges of a calibration run into `model`."""
     file = find(config)
-    with np.load(file) as held:
-        found: dict[str, np.ndarray] = dict(held)
+    with np.load(file) as archive:
+        noted: dict[str, np.ndarray] = dict(archive)
     state = nnx.state(model, QuantStat)
     for path, var in nnx.to_flat_state(state):
         name = "/".join(map(str, path))
         wanted: dict[str, Any] = read(var)
         for part, x in wanted.items():
-            got = found.get(f"{name}/{part}")
+            got = noted.get(f"{name}/{part}")
             shape = None if got is None else got.shape
             require(
                 shape == x.shape,
@@ -85,9 +85,9 @@ def load(config: Config, model: nnx.Module) -> None:
                 "be those of the calibration run.",
             )
         require(
-            np.all(found[f"{name}/count"] > 0),
+            np.all(noted[f"{name}/count"] > 0),
             f"static=calibrated: load_parameters_path={config.load_parameters_path} has "
             f"seen nothing of {name}: let it run a step or more.",
         )
-        var.set_value({part: jax.numpy.asarray(found[f"{name}/{part}"]) for part in wanted})  # fmt: skip
+        var.set_value({part: jax.numpy.asarray(noted[f"{name}/{part}"]) for part in wanted})  # fmt: skip
     nnx.update(model, state)

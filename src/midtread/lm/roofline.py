@@ -111,7 +111,7 @@ def bound(config: Config, on: Mapping[str, int]) -> Bound:
 
 
 def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
-    ways, found = math.prod(on.values()), {}
+    ways, seconds_by_formats = math.prod(on.values()), {}
     again = (
         2 if config.remat_policy in ("full", "quantized") else 1
     )  # the forward runs once more
@@ -121,8 +121,8 @@ def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
         for formats, times in _matmuls(row, again):
             name = " x ".join(formats)
             seconds = times * row.flops / ways / device.peak(formats)
-            found[name] = found.get(name, 0.0) + seconds
-    return found
+            seconds_by_formats[name] = seconds_by_formats.get(name, 0.0) + seconds
+    return seconds_by_formats
 
 
 def _matmuls(row: Row, again: int) -> list[tuple[tuple[str, str], int]]:
@@ -137,7 +137,7 @@ def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
     weights = [memory.Weight(config, on, *x) for x in memory.weights_of(config)]
     whole = sum(w.here * on["fsdp"] * wide for w in weights if w.arriving)
     shared = sum(w.here * w.itemsize for w in weights if "expert" not in w.cut)
-    held = memory.model(config, on)
+    needed = memory.model(config, on)
     rest = lambda axis: (on[axis] - 1) / on[axis]  # of a gather, what is not here yet
     ways = math.prod(on[a] for a in meshes.BATCH)
     stream = (
@@ -148,9 +148,9 @@ def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
     token = (1 if config.expert_dispatch == "ring_fp8" else wide) / wide
     sent = {
         # name: (mesh axis, bytes)
-        "weights": ("fsdp", held.gathered * rest("fsdp")),
+        "weights": ("fsdp", needed.gathered * rest("fsdp")),
         "gradients of weights": ("fsdp", whole * rest("fsdp")),
-        "gradients, over data": ("data", 2 * held.parameters * rest("data")),
+        "gradients, over data": ("data", 2 * needed.parameters * rest("data")),
         "gradients, over expert": ("expert", 2 * shared * rest("expert")),
         # a sum after attention and after the MLP, in both directions
         "activations, over tensor": ("tensor", 8 * layers * stream * rest("tensor")),
@@ -176,13 +176,13 @@ def _link(device: Device, on: Mapping[str, int], axis: str) -> float:
 
 def describe(config: Config, on: Mapping[str, int]) -> str:
     """A table, for `midtread explain`."""
-    found = bound(config, on)
+    least = bound(config, on)
     rows = [["a step takes at least", "seconds"]]
     time = lambda s: f"{s:.3g} s" if s >= 1 else f"{1000 * s:.3g} ms"
-    for what, parts in (("multiply", found.arithmetic), ("send", found.transfers)):
+    for what, parts in (("multiply", least.arithmetic), ("send", least.transfers)):
         rows += [[f"{what} {name}", time(s)] for name, s in parts.items()]
-    rows += [["all transfers hidden", time(found.hidden)],
-             ["none hidden", time(found.in_turn)]]  # fmt: skip
-    d = found.device
+    rows += [["all transfers hidden", time(least.hidden)],
+             ["none hidden", time(least.in_turn)]]  # fmt: skip
+    d = least.device
     links = f"{d.inside / 1e9:g} GB/s within {HOST} devices, {d.outside / 1e9:g} GB/s beyond"
     return f"{table(rows, {1})}\nat the peaks of {d.name}, links of {links}"

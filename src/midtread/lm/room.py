@@ -67,11 +67,11 @@ def require_room(config: Config, limit: int | None = None) -> None:
 
 def _static(config: Config, on: Mapping[str, int]) -> int:
     """Parameters, gradients and the optimizer: what is there whatever the batch is."""
-    here = held = 0
+    here = weight_bytes = 0
     for path, var in memory.weights_of(config):
         w = memory.Weight(config, on, path, var)
-        here, held = here + w.here, held + w.here * w.itemsize
-    return 2 * held + int(here * memory.optimizer_bytes(config))
+        here, weight_bytes = here + w.here, weight_bytes + w.here * w.itemsize
+    return 2 * weight_bytes + int(here * memory.optimizer_bytes(config))
 
 
 def _at_most(config: Config, on: Mapping[str, int]) -> int:

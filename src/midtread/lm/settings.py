@@ -89,22 +89,24 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         paths, "which checkpoint? Give its folder, or load_parameters_path=<folder>."
     )
     rest += _kind_of_data(rest)
-    found = []
+    checkpoints = []
     for path in paths:
         weights, file = checkpoint.locate(path)
         is_published = file.suffix != ".yml"
         own = huggingface.keys_of(weights) if is_published else _file(str(file))
-        held = weights / pathlib.Path(own.get("tokenizer_path") or ".").name
-        if own.get("tokenizer_path") and held.is_file():  # wherever the run is now
-            own["tokenizer_path"] = str(held)
+        tokenizer_copy = weights / pathlib.Path(own.get("tokenizer_path") or ".").name
+        if (
+            own.get("tokenizer_path") and tokenizer_copy.is_file()
+        ):  # wherever the run is now
+            own["tokenizer_path"] = str(tokenizer_copy)
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
         dropped |= set(keys(Sharding))
         if not convert.is_quantized(path):
             dropped |= set(keys(Quantization))
         under = {k: v for k, v in own.items() if k not in dropped}
-        found.append((path, load(rest, under)))
-        checkpoint.require_same_model(found[-1][1], path)
-    return found
+        checkpoints.append((path, load(rest, under)))
+        checkpoint.require_same_model(checkpoints[-1][1], path)
+    return checkpoints
 
 
 def _kind_of_data(words: Sequence[str]) -> list[str]:

@@ -38,10 +38,10 @@ def join(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def staggered(run: Callable[[Any], Any], inputs: Sequence[Any]) -> list[Any]:
     """run(x) of every x, each begun when the one before is done."""
-    made, waiting = [], list(inputs)
+    outputs, waiting = [], list(inputs)
     for i in range(len(waiting)):
         out = run(waiting[i])
         if i + 1 < len(waiting):
             out, waiting[i + 1] = jax.lax.optimization_barrier((out, waiting[i + 1]))
-        made.append(out)
-    return made
+        outputs.append(out)
+    return outputs

@@ -208,7 +208,7 @@ def _names(state: State) -> list[tuple | None]:
     return [*others, *(weights[path] for path in sorted(state.masks))]
 
 
-class How(NamedTuple):
+class Setup(NamedTuple):
     """What a compiled step depends on besides its arguments; equal ones share it."""
 
     m: Model
@@ -228,54 +228,60 @@ def make_step(
     layout: Layout | None = None,
 ):
     """`step(state, batch) -> state, metrics`, compiled; the old state is used up."""
-    how = How(m, t, parts.graph, seed, pruning, layout)
-    return lambda state, batch: run(how, state, parts.random, batch)
+    setup = Setup(m, t, parts.graph, seed, pruning, layout)
+    return lambda state, batch: run(setup, state, parts.random, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
+def run(
+    setup: Setup, state: State, random: nnx.State, batch: dict
+) -> tuple[State, dict]:
     """One step."""
-    with using(how.layout):
-        state, metrics = _run(how, state, random, batch)
-    return (how.layout.keep(state, _names(state)) if how.layout else state), metrics
+    with using(setup.layout):
+        state, metrics = _run(setup, state, random, batch)
+    return (setup.layout.keep(state, _names(state)) if setup.layout else state), metrics
 
 
-def _run(how: How, state: State, random: nnx.State, batch: dict) -> tuple[State, dict]:
-    key = jax.random.fold_in(jax.random.key(how.seed), state.step)
+def _run(
+    setup: Setup, state: State, random: nnx.State, batch: dict
+) -> tuple[State, dict]:
+    key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
     masks = state.masks
-    if how.pruning:
-        masks = how.pruning.refresh(masks, state.learned, state.step)
+    if setup.pruning:
+        masks = setup.pruning.refresh(masks, state.learned, state.step)
     learned = prune(state.learned, masks)
     total = jnp.maximum(jnp.sum(batch["mask"]), 1).astype(jnp.float32)
-    gradients = functools.partial(_gradients, how, random, key, learned, total)
-    if how.t.gradient_accumulation_steps == 1:
+    gradients = functools.partial(_gradients, setup, random, key, learned, total)
+    if setup.t.gradient_accumulation_steps == 1:
         grads, kept, losses = gradients(state.kept, {**batch, "number": 0})
     else:
         zeros = jax.tree.map(jnp.zeros_like, learned)
-        grads, kept, losses = _in_parts(how, gradients, zeros, state.kept, batch)
+        grads, kept, losses = _in_parts(setup, gradients, zeros, state.kept, batch)
     grads = prune(grads, masks)
-    updates, opt = optimizer(how.t, how.seed).update(
+    updates, opt = optimizer(setup.t, setup.seed).update(
         grads, state.optimizer, state.learned
     )
     metrics = {"loss": losses[1], "total_loss": losses[0], "grad_norm": norm(grads)}
-    metrics["learning_rate"] = schedule(how.t)(state.step)
+    metrics["learning_rate"] = schedule(setup.t)(state.step)
     learned = optax.apply_updates(state.learned, updates)
     return State(state.step + 1, learned, kept, opt, masks), metrics
 
 
-def _gradients(how, random, key, learned, total, kept, batch):
+def _gradients(setup, random, key, learned, total, kept, batch):
     def loss_of(learned):
         noise = with_noise(random, jax.random.fold_in(key, batch["number"]))
         here = jax.tree.map(lambda x: x, kept)  # variables of this trace
-        model = Parts(how.graph, learned, here, noise).whole()
-        loss, lm_loss = loss_sums(how.m, how.t.z_loss_multiplier, model, batch, total)
+        model = Parts(setup.graph, learned, here, noise).whole()
+        loss, lm_loss = loss_sums(
+            setup.m, setup.t.z_loss_multiplier, model, batch, total
+        )
         return loss, (lm_loss, take_apart(model).kept)
 
     (loss, (lm_loss, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(learned)
     return grads, after, jnp.stack([loss, lm_loss])
 
 
-def _in_parts(how, gradients, zeros, kept, batch):
+def _in_parts(setup, gradients, zeros, kept, batch):
     """The same, of a batch in parts, one after the other."""
 
     def body(carry, part):
@@ -283,7 +289,7 @@ def _in_parts(how, gradients, zeros, kept, batch):
         more, kept, extra = gradients(kept, part)
         return (accumulate_gradients(grads, more), kept, losses + extra), None
 
-    pieces = how.t.gradient_accumulation_steps
+    pieces = setup.t.gradient_accumulation_steps
     cut = lambda a: a.reshape(pieces, a.shape[0] // pieces, *a.shape[1:])
     cuts = {**jax.tree.map(cut, batch), "number": jnp.arange(pieces)}
     return jax.lax.scan(body, (zeros, kept, jnp.zeros(2)), cuts)[0]

@@ -40,8 +40,8 @@ def _hf(config: Config) -> Any:
     try:
         if not any(file.is_file() for file in saved):
             return datasets.load_dataset(path, name, split="train")
-        held = datasets.load_from_disk(path)
-        return held["train"] if isinstance(held, dict) else held
+        dataset = datasets.load_from_disk(path)
+        return dataset["train"] if isinstance(dataset, dict) else dataset
     except Exception as error:  # noqa: BLE001  many kinds, all about what was asked for
         raise UsageError(
             f"dataset_type=hf, dataset_path={path}: {_line(error)}"
@@ -83,8 +83,8 @@ class Documents:
     held_out: bool = False
 
     def __len__(self) -> int:
-        held = len(self.records) // self.every
-        return held if self.held_out else len(self.records) - held
+        num_held_out = len(self.records) // self.every
+        return num_held_out if self.held_out else len(self.records) - num_held_out
 
     def __getitem__(self, number: Any) -> str:
         number = int(number)
@@ -170,8 +170,8 @@ def splits(
     kept = Documents(records, config.text_field, HELD_OUT)
     length = config.max_target_length
     train = Stream(kept, codec, length, config.packing)
-    held = dataclasses.replace(kept, held_out=True)
-    texts = _spread(held, train, config.eval_steps * config.batch_size * length + 1)
+    held_out = dataclasses.replace(kept, held_out=True)
+    texts = _spread(held_out, train, config.eval_steps * config.batch_size * length + 1)
     parts = [train.tokens(text) for text in texts]
     starts = np.cumsum([0, *map(len, parts)])[:-1]
     rows = Rows(np.concatenate(parts), starts, length, config.packing)
@@ -185,7 +185,7 @@ def splits(
         "documents": len(records),
         **({"sha256": files.digest(records)} if _is_files(records) else {}),
         **codec.about,
-        "held_out_documents": len(held),
+        "held_out_documents": len(held_out),
         "held_out_rows": len(rows),
         "held_out_sha256": hashlib.sha256(b"\0".join(encoded)).hexdigest(),
         "bytes_per_token": sum(map(len, encoded)) / sum(map(len, parts)),
@@ -204,13 +204,13 @@ GOLDEN = (
 
 def _spread(documents: Documents, stream: Stream, tokens: int) -> list[str]:
     """Documents from everywhere until they have that many tokens, or there are no more."""
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     count, size = len(documents), 0
     for i in range(4 * count):
-        if size >= tokens or len(found) == count:
+        if size >= tokens or len(texts) == count:
             break
         number = int(i * GOLDEN % 1 * count)
-        if number not in found:
-            found[number] = documents[number]
-            size += len(stream.tokens(found[number]))
-    return list(found.values())
+        if number not in texts:
+            texts[number] = documents[number]
+            size += len(stream.tokens(texts[number]))
+    return list(texts.values())

@@ -82,8 +82,12 @@ class Tokenizer:
     @property
     def about(self) -> dict[str, str]:
         """What a run keeps, to know it again."""
-        held = {"tokenizer": self.name}
-        return {**held, "tokenizer_sha256": self.digest} if self.digest else held
+        name_alone = {"tokenizer": self.name}
+        return (
+            {**name_alone, "tokenizer_sha256": self.digest}
+            if self.digest
+            else name_alone
+        )
 
 
 def _bytes(path: str) -> Tokenizer:
@@ -102,25 +106,27 @@ def _huggingface(path: str) -> Tokenizer:
     says = _beside(path)
     try:
         if path.endswith(".gguf"):
-            held = tokenizers.Tokenizer.from_str(_inside_gguf(path))
+            inner = tokenizers.Tokenizer.from_str(_inside_gguf(path))
         else:
-            held = tokenizers.Tokenizer.from_file(path)
+            inner = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # noqa: BLE001  a bare Exception is what the library raises
         raise UsageError(
             f"tokenizer_path={path} is no tokenizer.json: {error}."
         ) from None
     marks = [says.marks.get("eos_token", ""), *END_MARKS]
-    ends = [held.token_to_id(mark) for mark in marks if mark]
+    ends = [inner.token_to_id(mark) for mark in marks if mark]
     end = next((i for i in ends if i is not None), None)
     require(
         end is not None,
         f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}.",
     )
-    encode = lambda text: held.encode(text, add_special_tokens=False).ids
-    first = says.begin or tuple(held.encode("").ids[:1])  # of what is put around a text
-    more = tuple(i for i in says.ends if i != end and i < held.get_vocab_size())
+    encode = lambda text: inner.encode(text, add_special_tokens=False).ids
+    first = says.begin or tuple(
+        inner.encode("").ids[:1]
+    )  # of what is put around a text
+    more = tuple(i for i in says.ends if i != end and i < inner.get_vocab_size())
     return Tokenizer(
-        path, held.get_vocab_size(), end, encode, lambda ids: held.decode(list(ids)),
+        path, inner.get_vocab_size(), end, encode, lambda ids: inner.decode(list(ids)),
         begin=first, ends=more, chat=says.chat, marks=says.marks,
     )  # fmt: skip
 
@@ -163,18 +169,18 @@ def _beside(path: str) -> Beside:
     return Beside(marks, _ids(ends), chat if isinstance(chat, str) else "")
 
 
-def _ids(found: Sequence[Any]) -> tuple[int, ...]:
-    flat = [i for x in found for i in (x if isinstance(x, list) else [x])]
+def _ids(given: Sequence[Any]) -> tuple[int, ...]:
+    flat = [i for x in given for i in (x if isinstance(x, list) else [x])]
     return tuple(dict.fromkeys(i for i in flat if type(i) is int))
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
     """What a file says; {} if it is not there or is no object."""
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _gguf_marks(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -196,11 +202,13 @@ def _inside_gguf(path: str) -> str:
 def _sentencepiece(path: str) -> Tokenizer:
     library = need("sentencepiece", "tokenizer_type=sentencepiece")
     try:
-        held = library.SentencePieceProcessor(model_file=path)
+        processor = library.SentencePieceProcessor(model_file=path)
     except (RuntimeError, OSError):
         raise UsageError(f"tokenizer_path={path} is no sentencepiece model.") from None
-    decode = lambda ids: held.decode([int(i) for i in ids])
-    return Tokenizer(path, held.vocab_size(), held.eos_id(), held.encode, decode)
+    decode = lambda ids: processor.decode([int(i) for i in ids])
+    return Tokenizer(
+        path, processor.vocab_size(), processor.eos_id(), processor.encode, decode
+    )
 
 
 TOKENIZERS = {
@@ -214,16 +222,16 @@ def tokenizer(config: Config) -> Tokenizer:
     path = config.tokenizer_path
     if config.tokenizer_type != "byte":
         require(os.path.isfile(path), f"tokenizer_path={path}: no such file.")
-    made = TOKENIZERS[config.tokenizer_type](path)
+    codec = TOKENIZERS[config.tokenizer_type](path)
     if config.tokenizer_type != "byte":
         digest = digest_of(path)
-        made = dataclasses.replace(made, digest=digest)
+        codec = dataclasses.replace(codec, digest=digest)
     require(
-        made.size <= config.vocab_size,
-        f"the tokenizer {made.name} has {made.size} tokens, but vocab_size="
-        f"{config.vocab_size}: write vocab_size={-(-made.size // 8) * 8}.",
+        codec.size <= config.vocab_size,
+        f"the tokenizer {codec.name} has {codec.size} tokens, but vocab_size="
+        f"{config.vocab_size}: write vocab_size={-(-codec.size // 8) * 8}.",
     )
-    return made
+    return codec
 
 
 def files_of_gguf(path: str) -> tuple[str, dict[str, Any]]:
@@ -236,8 +244,10 @@ def files_of_gguf(path: str) -> tuple[str, dict[str, Any]]:
 def digest_of(path: str) -> str:
     """SHA-256 of a tokenizer: its file, or what a .gguf file has of it."""
     is_gguf = path.endswith(".gguf")
-    held = _inside_gguf(path).encode() if is_gguf else pathlib.Path(path).read_bytes()
-    return hashlib.sha256(held).hexdigest()
+    content = (
+        _inside_gguf(path).encode() if is_gguf else pathlib.Path(path).read_bytes()
+    )
+    return hashlib.sha256(content).hexdigest()
 
 
 def need(module: str, what: str) -> Any:

@@ -81,11 +81,11 @@ def folder_of(config: Config) -> pathlib.Path:
 def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
     """The run's folder: new, or one that this config may go on in, on the same data."""
     folder = folder_of(config)
-    held = folder / "config.yml"
-    if config.overwrite and held.exists():
+    config_file = folder / "config.yml"
+    if config.overwrite and config_file.exists():
         shutil.rmtree(folder)
-    if held.exists():
-        before = settings.load([str(held)])
+    if config_file.exists():
+        before = settings.load([str(config_file)])
         for name in keys():
             was, now = getattr(before, name), getattr(config, name)
             is_extended = name == "steps" and now > was
@@ -103,7 +103,7 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}.") from None
-    settings.save(config, held)
+    settings.save(config, config_file)
     return folder
 
 
@@ -217,7 +217,9 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     """Runs, or goes on with, the run that `config` describes."""
     terminal = terminal or Terminal(quiet=not processes.is_first())
     layout = layout_of(config)
-    found = build.coverage(config)  # refuses what cannot be, before anything is written
+    coverage = build.coverage(
+        config
+    )  # refuses what cannot be, before anything is written
     check_start(config)
     room.require_room(config)
     splits = data.splits(config)
@@ -226,17 +228,17 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     if processes.is_first():
         prepare_folder(config, splits.about)
         (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
-        (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{found}\n")
+        (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{coverage}\n")
     processes.together("the folder is there")
     terminal.config(settings.changed(config), folder)
     terminal.data(config.dataset_type, splits.about)
-    terminal.coverage(build.mode(config), build.summary(found), found.totals)
+    terminal.coverage(build.mode(config), build.summary(coverage), coverage.totals)
     model = start_model(config, layout)
     terminal.say(
         f"{models.parameters(model):,} parameters on {describe(layout)}"
         f"{jax.devices()[0].device_kind}"
     )
-    pruning = build.pruning(config, found)
+    pruning = build.pruning(config, coverage)
     loop = Loop(config, model, splits, folder, pruning, terminal, layout)
     try:
         eval_loss = loop.run()
@@ -306,8 +308,8 @@ class Loop:
             for number in range(first, config.steps):
                 started = time.perf_counter()
                 batch = self._placed(next(self.batches))
-                self.state, made = self.step(self.state, batch)
-                line = {"step": number, **{k: float(v) for k, v in made.items()}}
+                self.state, metrics = self.step(self.state, batch)
+                line = {"step": number, **{k: float(v) for k, v in metrics.items()}}
                 took = time.perf_counter() - started
                 if number > first:  # the first step compiles
                     self.seconds += took

@@ -36,11 +36,11 @@ def weights(config: Config, on: Mapping[str, int], text: str) -> list[Gathered]:
     """Every weight that a mesh cuts along fsdp, in a step whose optimised HLO is `text`."""
     sent = [c for c in read(text).collectives if c.kind == "all-gather"]
     shapes = dict(_cut_along_fsdp(config, on))
-    found: dict[str, list[Collective]] = {name: [] for name in shapes}
+    transfers_of: dict[str, list[Collective]] = {name: [] for name in shapes}
     for transfer in sent:
         name = _whose(transfer, shapes)
         if name is not None:
-            found[name].append(transfer)
+            transfers_of[name].append(transfer)
     return [
         Gathered(
             name,
@@ -49,7 +49,7 @@ def weights(config: Config, on: Mapping[str, int], text: str) -> list[Gathered]:
             sum(c.times for c in transfers),
             sum(c.nbytes for c in transfers),
         )
-        for name, transfers in found.items()
+        for name, transfers in transfers_of.items()
     ]
 
 
@@ -80,15 +80,15 @@ def _whose(transfer: Collective, shapes: Mapping[str, tuple[int, ...]]) -> str |
     return max(alike, key=met, default=None)
 
 
-def describe(found: list[Gathered]) -> str:
+def describe(gathered: list[Gathered]) -> str:
     """A table: a line for each weight that travels wide, one for all codes together."""
-    coded = [g for g in found if g.is_coded]
+    coded = [g for g in gathered if g.is_coded]
     rows = [["all-gathers of weights", "array", "sent as", "times", "bytes"]]
     if coded:
         rows.append([f"{len(coded)} quantized weights", "", "codes of 8 bits",
                      str(sum(g.times for g in coded)),
                      human(sum(g.nbytes for g in coded), "B")])  # fmt: skip
-    for g in sorted((g for g in found if not g.is_coded), key=lambda g: -g.nbytes):
+    for g in sorted((g for g in gathered if not g.is_coded), key=lambda g: -g.nbytes):
         array = f"[{','.join(map(str, g.shape))}]"
         sent = ", ".join(g.sent) or "not gathered"
         rows.append([g.weight, array, sent, str(g.times), human(g.nbytes, "B")])
