@@ -7,6 +7,7 @@ line and exit code 2. When nobody reads the output any more (`| head`) it ends q
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 VERBS = {
     "train": "train a language model, or go on with a run",
@@ -23,8 +24,8 @@ VERBS = {
 
 
 def _keep_compiled(folder: str) -> None:
-    """Programs that took a second or more to compile are kept for the next command, unless
-    JAX's own settings say where, or that they are not."""
+    """Keeps programs that took a second or more to compile for the next command, unless
+    JAX's own settings name another folder or turn this off."""
     import pathlib
 
     import jax
@@ -53,16 +54,23 @@ def _train(words: Sequence[str]) -> None:
         processes.leave(2)
 
 
+def _one_checkpoint(words: Sequence[str], otherwise: str) -> tuple[str, Any]:
+    """Returns the path and config of the one checkpoint that the words name."""
+    from midtread.lm import settings
+    from midtread.lm.config import require
+
+    checkpoints = settings.load_checkpoints(words)
+    require(len(checkpoints) == 1, otherwise)
+    return checkpoints[0]
+
+
 def _import(words: Sequence[str]) -> None:
     import time
 
-    from midtread.lm import huggingface, settings
-    from midtread.lm.config import require
+    from midtread.lm import huggingface
     from midtread.report.terminal import Terminal
 
-    checkpoints = settings.load_checkpoints(words)
-    require(len(checkpoints) == 1, "import takes one folder at a time.")
-    ((path, config),) = checkpoints
+    path, config = _one_checkpoint(words, "import takes one folder at a time.")
     started = time.perf_counter()
     imported = huggingface.import_folder(config, path)
     rate = imported.nbytes / (time.perf_counter() - started) / 1e6
@@ -86,20 +94,18 @@ def _quantize(words: Sequence[str]) -> None:
 
 
 def _generate(words: Sequence[str]) -> None:
-    from midtread.lm import checkpoint, convert, decode, settings
-    from midtread.lm.config import require
+    from midtread.lm import checkpoint, convert, decode
     from midtread.lm.generate import generate
     from midtread.lm.tokenizer import tokenizer
     from midtread.report.terminal import Terminal
 
-    terminal, checkpoints = Terminal(), settings.load_checkpoints(words)
-    require(len(checkpoints) == 1, "generate takes one checkpoint at a time.")
-    ((path, config),) = checkpoints
+    path, config = _one_checkpoint(words, "generate takes one checkpoint at a time.")
+    terminal = Terminal()
     _keep_compiled(config.jax_cache_dir)
     codec = tokenizer(config)
     checkpoint.require_same_tokenizer(path, codec)
     model = convert.load(config, path)
-    if not config.mesh:  # there, layers are gathered one by one as they are scanned
+    if not config.mesh:  # on a mesh, layers are gathered one by one as they are scanned
         model = decode.unstack(model)
     is_chat = bool(codec.chat) and config.use_chat_template
     terminal.stream(config.prompt[0] + ("\n" if is_chat else ""))
@@ -130,13 +136,10 @@ def _eval(words: Sequence[str]) -> None:
 
 
 def _export(words: Sequence[str]) -> None:
-    from midtread.lm import huggingface, settings
-    from midtread.lm.config import require
+    from midtread.lm import huggingface
     from midtread.report.terminal import Terminal
 
-    checkpoints = settings.load_checkpoints(words)
-    require(len(checkpoints) == 1, "export takes one run at a time.")
-    ((path, config),) = checkpoints
+    path, config = _one_checkpoint(words, "export takes one run at a time.")
     terminal = Terminal()
     terminal.say(f"{huggingface.export(config, path, terminal.say)}")
 
@@ -152,14 +155,14 @@ def _report(words: Sequence[str]) -> None:
 def _report_tflite(file: str) -> None:
     import pathlib
 
-    from midtread.lm.config import UsageError, require
+    from midtread.lm.config import UsageError, first_line, require
     from midtread.report.tflite import describe
 
     require(pathlib.Path(file).is_file(), f"no such file: {file}.")
     try:
         print(describe(file))
     except ValueError as error:
-        raise UsageError(f"{file}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{file}: {first_line(error)}") from None
 
 
 def _report_runs(words: Sequence[str]) -> None:
@@ -221,7 +224,8 @@ def _explain(words: Sequence[str]) -> None:
 
 
 def _kernels(words: Sequence[str]) -> tuple[list[str], dict]:
-    """The words besides kernels=..., and what that asks `explain` for."""
+    """Returns the words besides kernels=..., and the options of `explain` that kernels=...
+    asks for."""
     asked = [w.removeprefix("kernels=") for w in words if w.startswith("kernels=")]
     others = [w for w in words if not w.startswith("kernels=")]
     if not asked or asked[-1] == "false":
@@ -244,6 +248,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 
 
 def usage() -> str:
+    """Returns the help text: every verb with one line about it."""
     verbs = "\n".join(f"  {name:<9} {what}" for name, what in VERBS.items())
     return (
         "usage: midtread <verb> [file.yml or a shipped config] [key=value ...]\n\n"
@@ -252,20 +257,21 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what the words ask for; the exit code."""
+    """Runs what the words ask for and returns the exit code."""
     try:
         code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if _is_read():  # a pipe to another process broke: that is an error
+        if _is_read():  # another pipe broke, which is an error
             raise
         _drop_output()
         return 1
 
 
 def _is_read() -> bool:
-    """Whether standard output still leads somewhere; writes an empty line to it."""
+    """Returns whether somebody still reads standard output, by writing an empty line to
+    it."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -274,7 +280,8 @@ def _is_read() -> bool:
 
 
 def _drop_output() -> None:
-    """Sends nowhere what could not be written: Python tries once more at exit."""
+    """Discards what could not be written, because Python would try to write it again at
+    exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -283,7 +290,7 @@ def _drop_output() -> None:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """`--steps 5`, as other programs have it, is `steps=5`.
+    """Turns `--steps 5`, as other programs have it, into `steps=5`.
 
     >>> _joined(["tiny", "--steps", "5", "seed=1"])
     ['tiny', 'steps=5', 'seed=1']

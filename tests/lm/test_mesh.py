@@ -143,12 +143,15 @@ def test_a_qarray_is_cut_like_its_array():
     layout = mesh.layout_of(settings.load([*DENSE, "mesh=fsdp:4,tensor:2"]))
     w = jax.random.normal(jax.random.key(0), (32, 64))
     q = quantize(w, "int8", channelwise_axes=(1,), tiled_axes={0: 8})
-    placed = mesh.place_qarray(layout, q, ("embed", "mlp"))
+    place = lambda q: layout.place(
+        nnx.Param(q, out_sharding=("embed", "mlp"), eager_sharding=False)
+    )[...]
+    placed = place(q)
     assert (
         placed.qvalue.sharding.spec == placed.scale.sharding.spec == P("fsdp", "tensor")
     )
     one = quantize(w, "int8", channelwise_axes=(1,))
-    placed = mesh.place_qarray(layout, one, ("embed", "mlp"))
+    placed = place(one)
     assert placed.scale.sharding.spec == P(None, "tensor")
     np.testing.assert_array_equal(placed.qvalue, one.qvalue)
 

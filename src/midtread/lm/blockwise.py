@@ -31,10 +31,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from midtread.model.running import disable_interceptions
 
-LOWEST = -1e30  # a logit that no query sees
-BLOCK = 512  # queries, and keys
-LOGITS = 2**26  # at most so many in memory at once, of all heads and rows
-# what a rematerialized layer may keep in place of running the forward once more
+LOWEST = -1e30  # the logit of a key that no query sees
+BLOCK = 512  # queries of a block, and keys
+LOGITS = 2**26  # at most so many in memory at once, over all heads and rows
+# What a rematerialized layer may keep, so that the forward need not run once more.
 SAVED = ("attention_out", "attention_log_z")
 
 
@@ -62,7 +62,7 @@ def attend(q, k, v, first, stop, scale, softcap=None, sinks=None) -> jax.Array:
     formula = Formula(scale, softcap, *_blocks(T, S, B * H))
 
     def pad(x: jax.Array, to: int) -> jax.Array:
-        """With whole blocks of tokens."""
+        """Pads tokens to whole blocks."""
         return jnp.pad(x, [(0, 0), (0, -x.shape[1] % to)] + [(0, 0)] * (x.ndim - 2))
 
     q_BTKGh = pad(q.reshape(B, T, K, H // K, h), formula.num_queries)
@@ -74,7 +74,7 @@ def attend(q, k, v, first, stop, scale, softcap=None, sinks=None) -> jax.Array:
 
 
 def _blocks(T: int, S: int, rows: int) -> tuple[int, int]:
-    """Queries and keys of a block; `rows` is how many times each is there."""
+    """Returns the queries and keys of a block; `rows` is the number of rows and heads."""
     even = lambda n: -(-math.ceil(n / math.ceil(n / BLOCK)) // 8) * 8
     queries, keys = even(T), even(S)
     while queries > 64 and rows * queries * keys > LOGITS:
@@ -83,19 +83,19 @@ def _blocks(T: int, S: int, rows: int) -> tuple[int, int]:
 
 
 def _cut(x: jax.Array, size: int) -> jax.Array:
-    """[B T ...] as blocks [n B t ...]."""
+    """Cuts [B T ...] into blocks [n B t ...]."""
     x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """What was cut, whole again."""
+    """Puts blocks together again."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _spans(first, stop, formula: Formula):
-    """The blocks of keys [from, to) that each block of queries [n B t] may see."""
+    """Returns the blocks of keys [from, to) that each block of queries [n B t] may see."""
     is_empty = stop <= first
     low = jnp.where(is_empty, jnp.iinfo(jnp.int32).max, first).min((1, 2))
     high = jnp.where(is_empty, 0, stop).max((1, 2))
@@ -103,8 +103,8 @@ def _spans(first, stop, formula: Formula):
 
 
 def _logits(formula: Formula, q, k, first, stop, j):
-    """Of one block of queries [B t K G h] and block j of keys: [B K G t s], which of them
-    are seen, and the slope of the cap."""
+    """Returns the logits [B K G t s] of one block of queries [B t K G h] and block j of
+    keys, which of them are seen, and the slope of the cap."""
     wide = {"preferred_element_type": jnp.float32}
     logits = jnp.einsum("btkgh,bskh->bkgts", q, k, **wide) * formula.scale
     slope = None
@@ -144,7 +144,8 @@ def _forward(formula: Formula, q, k, v, first, stop, sinks):
             return new, total * shrink + p.sum(-1), out * shrink[..., None] + more
 
         m = jnp.broadcast_to(sinks[None, :, :, None], (B, K, G, t))
-        total = (m > LOWEST).astype(jnp.float32)  # exp(sink - m), where there is a sink
+        # Where there is a sink, m is the sink, and exp(sink - m) = 1.
+        total = (m > LOWEST).astype(jnp.float32)
         out = jnp.zeros((B, K, G, t, v.shape[-1]))
         m, total, out = lax.fori_loop(low, high, of_keys, (m, total, out))
         safe = jnp.where(total > 0, total, 1)

@@ -8,14 +8,15 @@ from flax import nnx
 
 from midtread.lm import model as models
 from midtread.lm import quantization
-from midtread.lm.config import Config, Model, UsageError, section
+from midtread.lm.config import Config, Model, UsageError, first_line, section
 from midtread.lm.step import Pruning
 from midtread.model.coverage import Coverage
 from midtread.model.explain import explain
 from midtread.model.quantize import quantize_model
 from midtread.providers.qt import QtProvider
 
-# what `static` says about ranges: in place of {mode}, that of the value
+# What is printed about ranges for each value of `static`; {mode} is the mode of the value
+# of `quantization`.
 STATIC = {
     "": "{mode}",
     "measure": "{mode}; the largest are noted for static=calibrated",
@@ -25,11 +26,13 @@ STATIC = {
 
 
 def some_tokens(config: Config, rows: int = 1) -> jax.ShapeDtypeStruct:
+    """Returns the shape of `rows` rows of tokens, to trace a model with."""
     return jax.ShapeDtypeStruct((rows, config.max_target_length), jnp.int32)
 
 
 def coverage(config: Config, serve: bool = False, **options: Any) -> Coverage:
-    """What a config quantizes, from shapes alone; `options` are those of `explain`."""
+    """Explains what a config quantizes, from shapes alone; `options` are those of
+    `explain`."""
     make = quantization.serving if serve else quantization.provider
     provider = make(config) or QtProvider([])
     model = models.abstract(section(config, Model))
@@ -37,11 +40,12 @@ def coverage(config: Config, serve: bool = False, **options: Any) -> Coverage:
         tokens = some_tokens(config, config.batch_size)
         return explain(model, provider, tokens, **options)
     except ValueError as error:
-        raise UsageError(str(error).splitlines()[0]) from None
+        raise UsageError(first_line(error)) from None
 
 
 def for_training(config: Config, model: nnx.Module) -> nnx.Module:
-    """`model` under the config's quantization; the model itself in float."""
+    """Returns `model` with the config's quantization, or `model` itself if the config is
+    float."""
     provider = quantization.provider(config)
     if provider is None:
         return model
@@ -50,7 +54,7 @@ def for_training(config: Config, model: nnx.Module) -> nnx.Module:
 
 
 def pruning(config: Config, coverage: Coverage) -> Pruning | None:
-    """Which weights are pruned: those that the rules quantize."""
+    """Returns what is pruned, the weights that the rules quantize; None if nothing is."""
     sparsity = quantization.sparsity(config)
     if sparsity is None:
         return None
@@ -61,7 +65,7 @@ def pruning(config: Config, coverage: Coverage) -> Pruning | None:
 
 
 class Line(NamedTuple):
-    """Sites that are treated alike, for a table at start-up."""
+    """Sites that are treated alike: one line of the table at start-up."""
 
     where: str
     sites: int
@@ -72,7 +76,7 @@ class Line(NamedTuple):
 
 
 def summary(coverage: Coverage) -> list[Line]:
-    """A few lines out of many: what was quantized by format, what was left alone."""
+    """Groups sites by their formats, the quantized ones first."""
     groups: dict[Any, list] = {}
     pair = lambda p: " x ".join(p) if p else "-"
     for row in coverage.rows:
@@ -96,7 +100,7 @@ def summary(coverage: Coverage) -> list[Line]:
 
 
 def mode(config: Config, serve: bool = False) -> str:
-    """The route and how ranges are found, in words."""
+    """Says in words which route is taken and where ranges come from."""
     if serve:
         return f"{config.quantization or 'rules of your own'}: weights once, for good"
     if config.quant:

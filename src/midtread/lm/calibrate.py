@@ -16,13 +16,14 @@ from flax import nnx
 from midtread.algorithms import calibrate as algorithms
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config, UsageError, first_line, require
 
 
 def calibrated(
     config: Config, model: nnx.Module, folder: pathlib.Path, say: Callable[[str], None]
 ) -> tuple[nnx.Module, Report]:
-    """A float model, quantized by `algorithm` as the config says, and what that was worth.
+    """Quantizes a float model by `algorithm` as the config says, and reports what that was
+    worth.
 
     Raises:
         UsageError: algorithms, rules or data that do not go together.
@@ -42,13 +43,13 @@ def calibrated(
     )
     inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in batches]
     provider = quantization.serving(config)
-    assert provider is not None  # `quantize` asked
+    assert provider is not None  # `convert.quantize` has checked
     try:
         result = algorithms.calibrate(
             model, provider, inputs, algorithms=names, folder=folder, progress=say
         )
     except ValueError as error:
-        raise UsageError(str(error).splitlines()[0]) from None
+        raise UsageError(first_line(error)) from None
     return result.model, result.report
 
 

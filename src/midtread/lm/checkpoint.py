@@ -30,17 +30,26 @@ from flax import nnx
 
 from midtread.lm import huggingface
 from midtread.lm import model as models
-from midtread.lm.config import Config, Model, UsageError, keys, require, section
+from midtread.lm.config import (
+    Config,
+    Model,
+    UsageError,
+    first_line,
+    keys,
+    require,
+    section,
+)
 from midtread.lm.step import State
 from midtread.lm.tokenizer import Tokenizer
 
 
 def params_of(learned: nnx.State) -> dict[str, Any]:
-    """The weights alone, as nested dicts."""
+    """Returns the weights alone, as nested dicts."""
     return nnx.to_pure_dict(nnx.filter_state(learned, nnx.Param))
 
 
 def _rest(state: State) -> dict[str, Any]:
+    """Returns everything but the weights, by names that do not depend on the model."""
     others = {
         "step": state.step,
         "learned": [v for v in _others(state.learned)],
@@ -59,10 +68,11 @@ def _others(learned: nnx.State) -> list[jax.Array]:
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """A number that changes if an element does: its bits, times their odd places."""
+    """Returns a number that changes if an element does: the sum of its bits, each word
+    times an odd number that depends on its position."""
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
-    if x.dtype in (jnp.int4, jnp.uint4):  # as narrow as moments are kept
+    if x.dtype in (jnp.int4, jnp.uint4):  # the moments of optimizer_states=int4
         x = x.astype(jnp.int8)
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     words = jax.lax.bitcast_convert_type(x, bits).reshape(-1).astype(jnp.uint32)
@@ -76,6 +86,7 @@ def _checksums(tree: Any) -> Any:
 
 
 def sums(tree: Any) -> dict[str, int]:
+    """Returns the checksum of every array of `tree` by its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(_checksums(tree))
     return {jax.tree_util.keystr(path): int(x) for path, x in flat}
 
@@ -87,16 +98,16 @@ def check_sums(name: str, tree: Any, wanted: dict[str, int]) -> None:
 
 
 def without_noise(restore: Callable[[], Any]) -> Any:
-    """`restore()`. Of a file that does not read, orbax's threads and coroutines print pages
-    besides the error; here a ValueError with its first line is all."""
+    """Calls `restore`, and turns any error into a ValueError with its first line. Where a
+    file does not read, orbax's threads and coroutines would print pages besides the
+    error."""
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             return restore()
         except Exception as error:  # noqa: BLE001  whatever a library raises
-            lines = str(error).splitlines() or [type(error).__name__]
-            reason = lines[0].split(" See full")[0][:200]
-        gc.collect()  # coroutines that nobody waits for complain when they go
-        time.sleep(0.2)  # and threads when they find no one listening
+            reason = first_line(error).split(" See full")[0][:200]
+        gc.collect()  # abandoned coroutines print a complaint when they are freed
+        time.sleep(0.2)  # and so do threads, a moment later
     raise ValueError(reason)
 
 
@@ -135,7 +146,8 @@ class Checkpoints:
         )
 
     def restore(self, state: State) -> tuple[State, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, in the shapes of `state`; None without."""
+        """Returns the newest checkpoint that is whole, in the shapes of `state`, or None if
+        there is none."""
         for step in sorted(self.manager.all_steps(), reverse=True):
             try:
                 return self._restore(state, step)
@@ -160,14 +172,14 @@ class Checkpoints:
         return _put_back(state, got.params, got.rest), got.meta
 
     def _set_aside(self, step: int, error: Exception) -> None:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        """Renames a damaged checkpoint, so that it is not tried again, and says so."""
         self.manager.close()
         broken = self.folder / f"broken-{step}"
         shutil.rmtree(broken, ignore_errors=True)
         (self.folder / str(step)).rename(broken)
         self.manager = self._open()
         self.say(
-            f"checkpoint {step} is damaged ({reason}): put aside as {broken.name}, "
+            f"checkpoint {step} is damaged ({first_line(error)[:200]}): put aside as {broken.name}, "
             "going back to the one before"
         )
 
@@ -201,7 +213,8 @@ def _put_back(state: State, params: dict, rest: dict[str, Any]) -> State:
 
 
 def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
-    """(the folder of the weights, the config beside them) of a run or a checkpoint."""
+    """Returns the folder of the weights of a run or a checkpoint, and the config beside
+    them."""
     root = pathlib.Path(path).resolve()
     if published := huggingface.folder_in(root):
         if published.is_file():
@@ -227,7 +240,8 @@ def _config_above(folder: pathlib.Path, path: str) -> pathlib.Path:
 
 
 def config_of(path: str) -> Config:
-    """The config a checkpoint was made with, or that a published model says."""
+    """Returns the config that a checkpoint was made with, or that a published model stands
+    for."""
     from midtread.lm import settings
 
     weights, file = locate(path)
@@ -237,11 +251,13 @@ def config_of(path: str) -> Config:
 
 
 def require_same_model(config: Config, path: str) -> None:
+    """Refuses weights at `path` of a model that differs from the config's."""
     other = config_of(path)
     free = {"max_target_length", "remat_policy", "attention", "scan_unroll", "dtype", "weight_dtype",
             "load_balance_loss_weight", "mtp_loss_scaling_factor", "rope_scaling"}  # fmt: skip
     if huggingface.folder_in(path):
-        free.add("scan_layers")  # its layers are not stacked yet
+        # A published model's layers are stacked when they are read.
+        free.add("scan_layers")
     for name in keys(Model):
         here, there = getattr(config, name), getattr(other, name)
         require(
@@ -251,7 +267,8 @@ def require_same_model(config: Config, path: str) -> None:
 
 
 def read_about(file: pathlib.Path) -> dict[str, Any]:
-    """What a run's file says (data.json, a checkpoint's metadata); {} without one."""
+    """Returns what a run's JSON file says (data.json, a checkpoint's metadata), or {}
+    without one."""
     try:
         return json.loads(file.read_text()) if file.is_file() else {}
     except ValueError:
@@ -259,7 +276,7 @@ def read_about(file: pathlib.Path) -> dict[str, Any]:
 
 
 def require_same_tokenizer(path: str, codec: Tokenizer) -> None:
-    """Refuses numbers that meant other words to the model."""
+    """Refuses a tokenizer other than the one that the model was trained with."""
     file = locate(path)[1].parent / "data.json"
     about = read_about(file) or {"tokenizer": "none"}
     there = about.get("tokenizer_sha256", "")
@@ -271,12 +288,13 @@ def require_same_tokenizer(path: str, codec: Tokenizer) -> None:
 
 
 def stored(path: str) -> nnx.State:
-    """Shapes and dtypes of the weights of a run, as they were written."""
+    """Returns the shapes and dtypes of the weights of a run, as they were written."""
     return nnx.state(models.abstract(section(config_of(path), Model)), nnx.Param)
 
 
 def load_weights(path: str, like: nnx.State) -> nnx.State:
-    """The weights of a run or checkpoint, in the shapes, dtypes and places of `like`."""
+    """Reads the weights of a run or checkpoint, in the shapes, dtypes and shardings of
+    `like`."""
     weights, others = nnx.split_state(like, nnx.Param, ...)
     if folder := huggingface.folder_in(path):
         return nnx.merge_state(_published(path, folder, weights), others)
@@ -292,7 +310,7 @@ def load_weights(path: str, like: nnx.State) -> nnx.State:
 
 
 def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State:
-    """Weights of a Hugging Face folder, one array after the other."""
+    """Reads the weights of a Hugging Face folder, one array after the other."""
     published = huggingface.arrays(folder, _stacked_as(path, weights))
     weights = jax.tree.map(lambda x: x, weights)
     pure = flax.traverse_util.flatten_dict(nnx.to_pure_dict(weights), sep="/")
@@ -309,7 +327,8 @@ def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State
 
 
 def _stacked_as(path: str, weights: nnx.State) -> Model:
-    """The model of a folder, with its layers stacked, or a list, as in `weights`."""
+    """Returns the model of a folder, its layers stacked or in a list as `weights` has
+    them."""
     from midtread.lm import architectures
 
     m = section(config_of(path), Model)
@@ -320,7 +339,8 @@ def _stacked_as(path: str, weights: nnx.State) -> Model:
 
 
 def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Those weights of a run that `wanted` has, each held against its checksum."""
+    """Reads those weights of a run that `wanted` names, and compares each with its
+    checksum."""
     import orbax.checkpoint as ocp
 
     if folder := huggingface.folder_in(path):
@@ -350,4 +370,5 @@ def _here() -> jax.sharding.Sharding:
 
 
 def nbytes(folder: pathlib.Path) -> int:
+    """Returns the bytes of all files in a folder."""
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

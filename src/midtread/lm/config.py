@@ -19,8 +19,14 @@ class UsageError(ValueError):
     """What the user wrote cannot be done: one line, and exit code 2 on the command line."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or its name if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0]
+
+
 def key(default: Any, meaning: str, at_least=None, above=None, at_most=None) -> Any:
-    """A key: its default, what it means, and the numbers it may be."""
+    """Declares a key: its default, what it means, and the numbers it may be."""
     limits = {"at_least": at_least, "above": above, "at_most": at_most}
     metadata = {
         "meaning": meaning,
@@ -53,7 +59,7 @@ class Run:
 # keys that are paths of this machine
 LOCAL = ("base_output_directory", "load_parameters_path", "save_quantized_params_path",
          "export_path", "tokenizer_path", "quant_cfg_path", "jax_cache_dir")  # fmt: skip
-# keys that only some kinds of data look at
+# keys that only some kinds of data use
 READS = {
     "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),
     "dataset_name": ("hf", "tfds"),
@@ -250,7 +256,7 @@ class Model:
         )
 
     def _check_windows(self):
-        """Keys that say nothing without one another are refused."""
+        """Refuses keys of windows that mean nothing without one another."""
         pattern, window = self.layer_pattern, self.sliding_window_size
         require(
             set(pattern) <= {"L", "G"},
@@ -275,14 +281,14 @@ class Model:
 
     @property
     def has_window(self) -> tuple[bool, ...]:
-        """Of every layer, whether it has a window."""
+        """Whether each layer has a window."""
         pattern = self.layer_pattern or ("L" if self.sliding_window_size else "G")
         return tuple(
             pattern[i % len(pattern)] == "L" for i in range(self.num_decoder_layers)
         )
 
 
-# keys that latent attention does not look at
+# keys that latent attention does not use
 NOT_MLA = ("use_qk_norm", "partial_rotary_factor", "attn_logits_soft_cap",
            "query_pre_attn_scalar", "attention_bias", "attention_sink",
            "sliding_window_size")  # fmt: skip
@@ -455,7 +461,7 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
-    """Everything."""
+    """Every key, checked together."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -515,7 +521,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
         )
 
     def _check_data(self):
-        """Refuses what the kind of data or tokenizer would not look at."""
+        """Refuses keys that this kind of data or tokenizer would ignore."""
         for name in LOCAL:
             given = getattr(self, name)
             require(
@@ -543,18 +549,18 @@ SECTIONS = (Run, Data, Model, Training, Quantization, Decoding, Sharding)
 
 
 def keys(record: type = Config) -> dict[str, dataclasses.Field]:
-    """Every key of a section, or of all, in order."""
+    """Returns every key of a section, or of all, in order."""
     return {f.name: f for part in SECTIONS if issubclass(record, part) for f in
             dataclasses.fields(part)}  # fmt: skip
 
 
 def section(config: Any, part: type) -> Any:
-    """One section of a config, e.g. its Model."""
+    """Returns one section of a config, e.g. its Model."""
     return part(**{f.name: getattr(config, f.name) for f in dataclasses.fields(part)})
 
 
 def kind(name: str) -> str:
-    """What a key takes, in words."""
+    """Says in words what a key takes."""
     hint = get_type_hints(Config)[name]
     if get_origin(hint) is Literal:
         return " | ".join(repr(v) if v == "" else str(v) for v in get_args(hint))
@@ -565,6 +571,7 @@ def kind(name: str) -> str:
 
 
 def check_limits(config: Any) -> None:
+    """Refuses numbers that are out of the range of their key."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         limits = field.metadata
@@ -584,5 +591,6 @@ def check_limits(config: Any) -> None:
 
 
 def require(holds: Any, otherwise: str) -> None:
+    """Raises UsageError with `otherwise` unless `holds`."""
     if not holds:
         raise UsageError(otherwise)

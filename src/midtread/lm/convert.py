@@ -29,20 +29,22 @@ from midtread.interop import orbax as interop
 from midtread.lm import checkpoint, codes, huggingface, quantization, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
-from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.lm.config import Config, Model, UsageError, first_line, require, section
 from midtread.lm.mesh import Layout, serving_layout
 from midtread.model.quantize import quantize_model
 from midtread.providers.params import quantize_params
 
-FILE = "sizes.json"  # tells a quantized checkpoint from a run
+FILE = "sizes.json"  # only a quantized checkpoint has this file
 
 
 def is_quantized(path: str) -> bool:
+    """Returns whether `path` is a quantized checkpoint."""
     return (pathlib.Path(path) / FILE).is_file()
 
 
 def abstract(config: Config) -> nnx.Module:
-    """The model to serve, holding shapes: float, or with codes in place of weights."""
+    """Returns the model to serve, with shapes in place of arrays: float weights, or codes
+    and scales."""
     m, provider = section(config, Model), quantization.serving(config)
     if provider is None:
         return models.abstract(m)
@@ -53,7 +55,7 @@ def abstract(config: Config) -> nnx.Module:
 
 
 def in_memory(config: Config, model: nnx.Module) -> nnx.Module:
-    """A float model, quantized to be served as the config says."""
+    """Quantizes a float model to be served as the config says."""
     provider = quantization.serving(config)
     if provider is None:
         return model
@@ -61,8 +63,8 @@ def in_memory(config: Config, model: nnx.Module) -> nnx.Module:
 
 
 def load(config: Config, path: str) -> nnx.Module:
-    """The model at `path`: a quantized checkpoint as it is; a float one quantized in
-    memory if the config asks for it."""
+    """Loads the model at `path`. A quantized checkpoint is taken as it is; a float one is
+    quantized in memory if the config asks for it."""
     layout = serving_layout(config)
     if folder := huggingface.folder_in(path):
         published = huggingface.arrays(folder, section(config, Model))
@@ -77,11 +79,11 @@ def load(config: Config, path: str) -> nnx.Module:
         target = on_devices(layout, abstract(config))
         return interop.load(pathlib.Path(path) / "params", target)
     except ValueError as error:
-        raise UsageError(str(error).splitlines()[0]) from None
+        raise UsageError(first_line(error)) from None
 
 
 def on_devices(layout: Layout | None, model: nnx.Module) -> nnx.Module:
-    """The model with its arrays, or the shapes of them, where the mesh has them."""
+    """Puts the arrays of a model, or their shapes, where the layout has them."""
     if layout is None:
         return model
 
@@ -95,6 +97,7 @@ def on_devices(layout: Layout | None, model: nnx.Module) -> nnx.Module:
 
 
 def destination(config: Config, source: str) -> pathlib.Path:
+    """Returns the folder of the quantized checkpoint of `source`."""
     if config.save_quantized_params_path:
         return pathlib.Path(config.save_quantized_params_path)
     root = checkpoint.locate(source)[1].parent
@@ -102,15 +105,16 @@ def destination(config: Config, source: str) -> pathlib.Path:
 
 
 def quantize(config: Config, source: str, say=print) -> pathlib.Path:
-    """Writes the quantized checkpoint of `source`; its folder."""
+    """Writes the quantized checkpoint of `source` and returns its folder."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder = _check(config, source)
-    solved = folder.with_name(f"{folder.name}.solved")  # so far, if killed
+    # Solved weights are kept here, to go on from after a kill.
+    solved = folder.with_name(f"{folder.name}.solved")
     if config.algorithm:
         model, sizes, report = _calibrated(config, source, solved, say)
     else:
         (model, sizes), report = _from_floats(config, source), None
-    partial = folder.with_name(f"{folder.name}.partial")  # until it is whole
+    partial = folder.with_name(f"{folder.name}.partial")  # renamed once it is whole
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -137,7 +141,7 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
 
 
 def _check(config: Config, source: str) -> pathlib.Path:
-    """Where to, if it can be done."""
+    """Returns the folder to write to, after refusing what cannot be done."""
     require(
         not is_quantized(source), f"{source} is quantized already: give the float one."
     )
@@ -160,7 +164,7 @@ def _check(config: Config, source: str) -> pathlib.Path:
 
 
 def _from_floats(config: Config, source: str) -> tuple[nnx.Module, dict[str, Any]]:
-    """The model to serve, made one parameter at a time, and its bytes."""
+    """Quantizes one parameter at a time; returns the model to serve and its bytes."""
     served = abstract(config)
     floats = nnx.state(models.abstract(section(config, Model)), nnx.Param)
     flat = lambda state: flax.traverse_util.flatten_dict(nnx.to_pure_dict(state))
@@ -178,7 +182,8 @@ def _from_floats(config: Config, source: str) -> tuple[nnx.Module, dict[str, Any
 
 
 def _calibrated(config: Config, source: str, folder: pathlib.Path, say):
-    """The model to serve, solved for from data; its bytes; what that was worth."""
+    """Solves for the codes from data; returns the model to serve, its bytes and a report of
+    what that was worth."""
     from midtread.lm.calibrate import calibrated
 
     floats = models.abstract(section(config, Model))
@@ -192,7 +197,7 @@ def _calibrated(config: Config, source: str, folder: pathlib.Path, say):
 
 
 def read_one(source: str, path: tuple, shape: Any) -> jax.Array:
-    """One parameter of a checkpoint."""
+    """Reads one parameter of a checkpoint."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
     got = checkpoint.read(source, flax.traverse_util.unflatten_dict({path: target}))
@@ -200,7 +205,8 @@ def read_one(source: str, path: tuple, shape: Any) -> jax.Array:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of arrays at the bits of their dtypes: two int4 to a byte."""
+    """Returns the bytes of all arrays at the bits of their dtypes: two int4 take one
+    byte."""
     from midtread.numerics.formats import dtype_bits
 
     return sum(-(-x.size * dtype_bits(x.dtype) // 8) for x in jax.tree.leaves(tree))

@@ -31,7 +31,8 @@ from midtread.lm.config import Config, UsageError, require
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row, stack
 from midtread.lm.tokenizer import need, tokenizer
 
-EPOCHS = 2**31  # without end: grain's own "for ever" overflows in batches of 1
+# Practically without end; grain's own endless repeat overflows in batches of 1.
+EPOCHS = 2**31
 NO_TESTS = {"test", "tests", "idle_test", "__pycache__", "site-packages"}
 
 
@@ -40,7 +41,7 @@ NO_TESTS = {"test", "tests", "idle_test", "__pycache__", "site-packages"}
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Texts, and what to call them."""
+    """Texts, and facts about them that identify them."""
 
     texts: Sequence[str]
     about: dict[str, Any]  # files, bytes, digest
@@ -58,7 +59,7 @@ def _files(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Documents:
 
 
 def corpus() -> Documents:
-    """The standard library's source."""
+    """Returns the source of Python's standard library."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, inside, here in os.walk(root):
@@ -70,6 +71,7 @@ def corpus() -> Documents:
 
 
 def _paths(config: Config, suffix: str) -> list[pathlib.Path]:
+    """Returns the files that `dataset_path` names, and refuses a path that names none."""
     path = pathlib.Path(config.dataset_path)
     paths = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [
         pathlib.Path(p) for p in sorted(glob.glob(config.dataset_path))
@@ -88,6 +90,7 @@ def _text(config: Config) -> Documents:
 
 
 def _rows_of(config: Config, records: Iterator[Any], where: str) -> Documents:
+    """Returns the texts of records of named fields."""
     texts, digest = [], hashlib.sha256()
     for number, record in enumerate(records):
         text = stream.text_of(record, config.text_field, f"{where}: record {number}")
@@ -145,12 +148,13 @@ SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
 def _is_large(config: Config) -> bool:
-    """Whether files are read as they are needed, and not all at once."""
+    """Returns whether the files are too large to be read all at once."""
     paths = _paths(config, SUFFIXES[config.dataset_type])
     return sum(p.stat().st_size for p in paths) > config.dataset_memory_mb * 2**20
 
 
 def _records(config: Config) -> files.Lines | files.Groups:
+    """Returns the records of the files, to be read one by one as they are needed."""
     return files.open_records(config, _paths(config, SUFFIXES[config.dataset_type]))
 
 
@@ -159,7 +163,7 @@ def _records(config: Config) -> files.Lines | files.Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What a run trains on, what it is judged by, and what both are."""
+    """What a run trains on, what it is judged by, and facts that identify both."""
 
     train: Rows | stream.Stream
     held_out: Rows
@@ -167,6 +171,7 @@ class Splits:
 
 
 def splits(config: Config) -> Splits:
+    """Returns both splits of the data that a config names."""
     if config.dataset_type == "synthetic":
         return _synthetic(config)
     codec = tokenizer(config)
@@ -206,7 +211,8 @@ def splits(config: Config) -> Splits:
 
 
 def _hold_out(ended: list, sizes: list[int]) -> tuple[list, list, float]:
-    """One of every HELD_OUT documents; of a few, the end."""
+    """Holds out one of every HELD_OUT documents, or the end of the text if there are fewer;
+    returns the rest, what was held out, and its bytes."""
     if len(ended) >= HELD_OUT:
         is_held = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(ended))]
         held_out = [d for d, h in zip(ended, is_held) if h]
@@ -219,7 +225,7 @@ def _hold_out(ended: list, sizes: list[int]) -> tuple[list, list, float]:
 
 
 def _synthetic(config: Config) -> Splits:
-    """One batch of random tokens for training, one to be judged by."""
+    """Returns one batch of random tokens to train on, and one to be judged by."""
     rng = np.random.default_rng(config.seed)
     count = config.batch_size * config.max_target_length + 1
     draw = lambda: Rows(
@@ -236,7 +242,8 @@ def _synthetic(config: Config) -> Splits:
 
 
 def batches(rows: Rows | stream.Stream, config: Config) -> Any:
-    """Training batches without end: a grain iterator, with get_state and set_state."""
+    """Returns training batches without end, as a grain iterator with get_state and
+    set_state."""
     import grain
 
     if isinstance(rows, stream.Stream):
@@ -251,22 +258,20 @@ def batches(rows: Rows | stream.Stream, config: Config) -> Any:
 
 
 def _by_workers(dataset: Any, config: Config) -> Any:
-    """The same batches, made by other processes, each a part of them in turn."""
+    """Has the same batches made by worker processes, if the config asks for some."""
     if not config.grain_worker_count:
         return dataset
     import grain
     from absl import flags
 
-    if (
-        not flags.FLAGS.is_parsed()
-    ):  # its workers look at flags of a command line of absl's
+    if not flags.FLAGS.is_parsed():  # grain's workers read absl's flags
         flags.FLAGS.mark_as_parsed()
     options = grain.MultiprocessingOptions(num_workers=config.grain_worker_count)
     return dataset.mp_prefetch(options)
 
 
 def held_out(rows: Rows, config: Config) -> list[Batch]:
-    """The same evaluation batches every time, spread over the split."""
+    """Returns the evaluation batches, the same every time, spread over the split."""
     count = min(len(rows), config.eval_steps * config.batch_size)
     chosen = np.linspace(0, len(rows) - 1, count).astype(int)
     parts = [
@@ -277,10 +282,11 @@ def held_out(rows: Rows, config: Config) -> list[Batch]:
 
 
 def windows(config: Config) -> tuple[list[Batch], float]:
-    """Batches of all text, to judge a model that was not trained here; bytes per token.
+    """Returns batches of all text, to judge a model that was not trained here, and bytes
+    per token.
 
-    Windows of max_target_length tokens that do not overlap, of each document for itself, and
-    of many windows eval_steps * batch_size, spread over the text.
+    Each document is cut into windows of max_target_length tokens that do not overlap. If
+    there are more than eval_steps * batch_size, that many are taken, spread over the text.
     """
     if config.dataset_type == "synthetic" or config.dataset_type in stream.LIBRARIES:
         split = splits(config)
@@ -292,7 +298,8 @@ def windows(config: Config) -> tuple[list[Batch], float]:
         tokens = np.asarray(codec.encode(text), np.int64)
         num_tokens += len(tokens)
         num_bytes += len(text.encode("utf-8", "replace"))
-        size = length + 1 - len(begin)  # a row has so many targets and one more token
+        # A row has `length` targets and one more token, less what every text begins with.
+        size = length + 1 - len(begin)
         for first in range(0, len(tokens), size):
             piece = np.append(begin, tokens[first : first + size])
             if len(piece) > 1:

@@ -8,7 +8,6 @@ first (or with that, every one) is predicted from those before it. Shorter windo
 higher numbers, so the window is stated with them.
 """
 
-import json
 import math
 import pathlib
 from typing import NamedTuple
@@ -23,6 +22,8 @@ from midtread.report.run import read
 
 
 class Judged(NamedTuple):
+    """A checkpoint, and what it loses."""
+
     name: str
     quantization: str
     loss: float  # nats per token
@@ -36,7 +37,7 @@ class Judged(NamedTuple):
 
 
 def evaluate(checkpoints: list[tuple[str, Config]]) -> list[Judged]:
-    """Every checkpoint on the held-out split of the first one's data."""
+    """Judges every checkpoint by the held-out split of the first one's data."""
     first = checkpoints[0][1]
     if any(huggingface.folder_in(path) for path, _ in checkpoints):
         batches, bytes_per_token = data.windows(first)
@@ -60,7 +61,8 @@ def evaluate(checkpoints: list[tuple[str, Config]]) -> list[Judged]:
 
 
 def _same_file(here: str, there: str) -> bool:
-    """Whether two paths lead to one tokenizer: an imported run has a copy."""
+    """Returns whether two paths lead to the same tokenizer, since an imported run has a
+    copy."""
     return bool(here and there) and digest_of(here) == digest_of(there)
 
 
@@ -83,7 +85,7 @@ def _judge(path: str, config: Config, batches: list, bytes_per_token: float) -> 
 
 
 def _to_target(path: str, target: float) -> dict:
-    """Steps and seconds until a run's held-out loss was `target_loss`."""
+    """Returns the steps and seconds until a run's held-out loss was `target_loss`."""
     metrics = pathlib.Path(path) / "metrics.jsonl"
     if not target or not metrics.is_file():
         return {}
@@ -108,6 +110,7 @@ COLUMNS = (
 
 
 def rows(judged: list[Judged]) -> list[list[str]]:
+    """Returns a row of COLUMNS for each checkpoint."""
     base = judged[0].loss
     return [
         [
@@ -122,7 +125,3 @@ def rows(judged: list[Judged]) -> list[list[str]]:
         ]
         for x in judged
     ]
-
-
-def save(judged: list[Judged], path: pathlib.Path) -> None:
-    path.write_text(json.dumps([x._asdict() for x in judged], indent=1))

@@ -26,16 +26,16 @@ from midtread.lm.config import Config, UsageError, require
 from midtread.lm.tokenizer import need
 
 PIECE = 2**18  # bytes of a document that is cut from a large text
-CHUNK = 2**24  # bytes that are looked at in one go
-EPOCHS = 1000  # that `Shuffled` has an order for
+CHUNK = 2**24  # bytes that are read in one go
+EPOCHS = 1000  # passes that `Shuffled` has an order for
 
 
 # --- what is refused --------------------------------------------------------------------------
 
 
 def require_text(path: pathlib.Path, content: bytes, start: int = 0) -> None:
-    """Refuses bytes that are not UTF-8 text, naming the first; a letter cut off by the end
-    of `content` is nothing wrong."""
+    """Refuses bytes that are not UTF-8 text, naming the first. A letter that the end of
+    `content` cuts off is allowed."""
     zero = content.find(b"\0")
     try:
         content.decode("utf-8")
@@ -51,7 +51,7 @@ def require_text(path: pathlib.Path, content: bytes, start: int = 0) -> None:
 
 
 def require_ends(path: pathlib.Path) -> None:
-    """Looks at the first and the last bytes of a file of text."""
+    """Refuses a file that is empty, or whose first or last bytes are not text."""
     size = path.stat().st_size
     require(size, f"{path} is empty: remove it, or give another dataset_path.")
     with path.open("rb") as file:
@@ -72,12 +72,11 @@ def require_ends(path: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Records of text or jsonl files: where each begins, in which file."""
+    """Records of text or jsonl files, by the positions where they begin."""
 
     paths: tuple[pathlib.Path, ...]
-    starts: (
-        np.ndarray
-    )  # [records + files] of each file: where records begin, and its size
+    # [records + files] For each file, where its records begin, and then its size.
+    starts: np.ndarray
     firsts: np.ndarray  # [files + 1] where in `starts` a file's part begins
     is_json: bool
 
@@ -86,7 +85,7 @@ class Lines:
 
     @functools.cached_property
     def numbers(self) -> np.ndarray:
-        """The first record of each file."""
+        """The number of the first record of each file."""
         return self.firsts[:-1] - np.arange(len(self.paths))
 
     def __getitem__(self, number: Any) -> dict[str, Any]:
@@ -106,7 +105,7 @@ class Lines:
 
 
 def _line_starts(path: pathlib.Path) -> np.ndarray:
-    """Where lines begin that are not blank; the size last."""
+    """Returns where the lines that are not blank begin, and the size of the file last."""
     starts_of_chunks, place = [np.zeros(1, np.int64)], 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -115,13 +114,13 @@ def _line_starts(path: pathlib.Path) -> np.ndarray:
             place += len(chunk)
     starts = np.concatenate(starts_of_chunks)
     starts = starts if starts[-1] == place else np.append(starts, place)
-    return starts[
-        np.append(np.diff(starts) > 2, True)
-    ]  # no record has two bytes or less
+    is_record = np.diff(starts) > 2  # a line of two bytes or less is blank
+    return starts[np.append(is_record, True)]
 
 
 def _pieces(path: pathlib.Path) -> np.ndarray:
-    """Where pieces of about PIECE bytes begin, each after a line's end; the size last."""
+    """Returns where pieces of about PIECE bytes begin, each after the end of a line, and
+    the size of the file last."""
     size, cuts = path.stat().st_size, [0]
     with path.open("rb") as file:
         while cuts[-1] + PIECE < size:
@@ -159,12 +158,11 @@ def require_last_record(path: pathlib.Path, starts: np.ndarray) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Rows of parquet files."""
+    """Rows of parquet files, read in row groups."""
 
-    files: tuple[
-        tuple[pathlib.Path, int], ...
-    ]  # of each group: its file, its number there
-    starts: np.ndarray  # [groups + 1] the first row of each
+    # For each group, its file and its number in it.
+    files: tuple[tuple[pathlib.Path, int], ...]
+    starts: np.ndarray  # [groups + 1] the first row of each group
     column: str
 
     def __len__(self) -> int:
@@ -178,6 +176,7 @@ class Groups:
 
 @functools.lru_cache(maxsize=4)
 def _group(path: pathlib.Path, number: int, column: str) -> Any:
+    """Reads one column of a row group; the last few are kept."""
     parquet = need("pyarrow.parquet", "dataset_type=parquet")
     with parquet.ParquetFile(path) as file:
         return file.read_row_group(number, columns=[column]).column(0)
@@ -210,12 +209,13 @@ OPEN = {
 
 
 def open_records(config: Config, paths: Sequence[pathlib.Path]) -> Lines | Groups:
-    """The records of these files, by number; nothing is held but where they begin."""
+    """Returns the records of these files by number; only the positions where they begin are
+    in memory."""
     return OPEN[config.dataset_type](config, paths)
 
 
 def digest(records: Lines | Groups) -> str:
-    """A number that other files would not have: of names, and of where records begin."""
+    """Returns a hash of the files' names and of where their records begin."""
     names = (
         records.paths if isinstance(records, Lines) else [p for p, _ in records.files]
     )
@@ -230,7 +230,8 @@ def digest(records: Lines | Groups) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Shuffled:
-    """Documents in the order of a seed that keeps row groups together: a source for grain.
+    """Documents in an order that a seed decides and that keeps row groups together: a
+    source for grain.
 
     Each of EPOCHS passes has its own order of groups, and of rows within each.
     """
@@ -252,7 +253,8 @@ class Shuffled:
 
     @functools.cached_property
     def _begins(self) -> tuple[int, ...]:
-        """The first document of each group, among those that are not held out."""
+        """The number of the first document of each group, among those that are not held
+        out."""
         starts = self.documents.records.starts
         return tuple((starts - starts // self.documents.every).tolist())
 
@@ -265,7 +267,7 @@ class Shuffled:
 def _order(
     seed: int, salt: Any, sizes: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A permutation, and the running sum of sizes in its order."""
+    """Returns a random permutation, and the running sum of `sizes` in its order."""
     words = salt if isinstance(salt, tuple) else (salt,)
     order = np.random.default_rng([seed, *words, len(words)]).permutation(len(sizes))
     return order, np.cumsum(np.asarray(sizes)[order])

@@ -46,8 +46,8 @@ from midtread.providers.static import SUFFIX
 def gather(
     layout: Layout, names: Any, dtype: Any, w: jax.Array, noted: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`w`, cut along fsdp, whole along it and in `dtype`: what its codes stand for. And
-    its ranges, whole too.
+    """Gathers `w`, which is cut along fsdp, as codes. Returns the values of the codes in
+    `dtype`, whole along fsdp, and the ranges, whole too.
 
     Args:
         noted: the range of each output channel, cut as `w` is; None for a constant.
@@ -56,6 +56,8 @@ def gather(
 
 
 class _Transfer(NamedTuple):
+    """How one weight is cut, and the dtype that it is multiplied in."""
+
     layout: Layout
     names: tuple
     dtype: Any
@@ -101,12 +103,14 @@ def _forward(transfer, w, noted):
         check_vma=False,
     )
     out, inside, *ranges = run(w, *given)
-    # a constant window clips on purpose; a noted one saturates, as in the matmul
+    # A constant range clips on purpose, so what it clipped gets no gradient. A noted range
+    # saturates, as it does in the matmul.
     kept = inside if spec.calibration.clips else None
     return (out, ranges[0] if ranges else None), (kept, jnp.zeros((0,), w.dtype))
 
 
 def _together(x: jax.Array, cut: P) -> jax.Array:
+    """Gathers `x` along fsdp if it is cut there."""
     if "fsdp" not in cut:
         return x
     return jax.lax.all_gather(x, "fsdp", axis=tuple(cut).index("fsdp"), tiled=True)
@@ -124,16 +128,16 @@ _gather.defvjp(_forward, _backward)
 
 
 def travels_as_codes(layout: Layout, path: tuple, names: Any, shape: tuple) -> bool:
-    """Whether a weight is cut along fsdp, and quantized."""
+    """Returns whether a weight is cut along fsdp, and quantized."""
     if layout.codes is None or any(str(part) in layout.wide for part in path):
         return False
     return "fsdp" in meshes.spec(layout.sizes, names, shape)
 
 
 def with_weights(run, name: str, inside: str = "layers"):
-    """`run(module, ...)` with the module's weights gathered first, where they are to
-    travel as codes, in scopes that begin with `name`. What the module keeps besides
-    weights is written back."""
+    """Wraps `run(module, ...)` so that the weights that travel as codes are gathered first,
+    in scopes that begin with `name`. What the module keeps besides weights is written
+    back."""
 
     @functools.wraps(run)
     def near(module: nnx.Module, *args: Any) -> Any:
@@ -151,7 +155,8 @@ def with_weights(run, name: str, inside: str = "layers"):
 
 
 def _gathered(layout: Layout, params: nnx.State, rest: nnx.State):
-    """Weights, and all else, with those that travel gathered, and their ranges too."""
+    """Returns the weights and all other variables, with the weights that travel gathered,
+    and their ranges too."""
     weights, others = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(rest))
     for path, var in weights.items():
         names, w = var.get_metadata().get("out_sharding"), var[...]
@@ -159,7 +164,8 @@ def _gathered(layout: Layout, params: nnx.State, rest: nnx.State):
             continue
         beside = (*path[:-1], f"{path[-1]}{SUFFIX}")
         ranges = read(others[beside]) if beside in others else {}
-        with jax.named_scope("/".join(map(str, path))):  # what mt.prove calls it
+        # mt.prove looks for the weight's name.
+        with jax.named_scope("/".join(map(str, path))):
             w, noted = gather(layout, names, layout.dtype, w, ranges.get("absmax"))
         weights[path] = var.replace(w)
         if ranges:

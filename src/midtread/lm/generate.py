@@ -20,6 +20,8 @@ from midtread.lm.tokenizer import Tokenizer
 
 
 class Result(NamedTuple):
+    """Texts, and how fast they came."""
+
     texts: list[str]  # prompt and continuation
     tokens: np.ndarray  # [B, max_new_tokens], filled up with the end mark
     prefill_seconds: float
@@ -28,14 +30,15 @@ class Result(NamedTuple):
 
 
 def cache_format(config: Config) -> tuple[str, str] | None:
-    """Format and scales of the cache."""
+    """Returns the format of the cache and what shares a scale, or None for a float
+    cache."""
     if not config.quantize_kvcache:
         return None
     return config.kv_quant_dtype, config.kv_quant_axis
 
 
 def stop_tokens(config: Config, codec: Tokenizer) -> tuple[int, ...]:
-    """The tokenizer's end marks, and what the key `stop` adds to them."""
+    """Returns the tokenizer's end marks, and what the key `stop` adds to them."""
     stops = [*codec.stops]
     for word in config.stop:
         tokens = list(codec.encode(word))
@@ -56,7 +59,7 @@ def generate(
 ) -> Result:
     """Continues every prompt by up to `max_new_tokens`.
 
-    A model that has a template for conversations is asked through it, and answers.
+    A model that has a template for conversations is given each prompt as a message in it.
 
     Args:
         model: what `convert.load` gave; on a GPU pass it through `decode.unstack`.
@@ -97,7 +100,8 @@ def generate(
 
 
 def encode(codec: Tokenizer, prompt: str, is_chat: bool) -> np.ndarray:
-    """The numbers of a prompt: as its template has it, or after what texts begin with."""
+    """Returns the tokens of a prompt: in the model's chat template, or after the
+    tokenizer's own beginning."""
     if is_chat:
         return np.asarray(codec.encode(codec.asked(prompt)), np.int32)
     tokens = codec.encode(prompt)
@@ -105,7 +109,8 @@ def encode(codec: Tokenizer, prompt: str, is_chat: bool) -> np.ndarray:
 
 
 class Clock:
-    """Tokens a second, from the first token on: reading the prompts is not counted."""
+    """Counts tokens a second from the first token on, so that reading the prompts is not
+    counted."""
 
     def __init__(self):
         self._num_tokens, self._started, self.prefill = 0, time.perf_counter(), 0.0
@@ -125,7 +130,7 @@ class Clock:
 
 
 class Pieces:
-    """Text that grows with its tokens."""
+    """Hands out text as its tokens come."""
 
     def __init__(self, codec: Tokenizer, on_text: Callable[[str], None] | None):
         self._codec, self._on_text = codec, on_text

@@ -15,19 +15,19 @@ INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 def named(init, *names: str | None):
-    """An initializer whose array knows its axes; no mesh is asked for to make it."""
+    """Wraps an initializer so that its array names its axes; it needs no mesh to run."""
     return nnx.with_partitioning(init, names, eager_sharding=False)
 
 
 def vector(m: Model, width: int | tuple[int, ...], *names: str | None) -> nnx.Param:
-    """Zeros to learn: a bias, or sinks."""
+    """Returns a parameter of zeros: a bias, or attention sinks."""
     init = named(nnx.initializers.zeros_init(), *names)
     shape = width if isinstance(width, tuple) else (width,)
     return nnx.Param(init(jax.random.key(0), shape, jnp.dtype(m.weight_dtype)))
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias, in the compute dtype whatever they are kept in."""
+    """x @ kernel + bias, computed in `dtype` whatever dtype the weights are kept in."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Embed):
-    """Rows of a table. Their gradients are summed in float32: a bfloat16 sum of the many
-    uses of a frequent token loses most of them, and no GPU adds bfloat16 to memory that
-    others are adding to without trying again and again."""
+    """Looks up rows of a table. Their gradients are summed in float32: a bfloat16 sum of
+    the many uses of a frequent token loses most of them, and a GPU has no fast atomic
+    addition for bfloat16."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         table = self.embedding[...].astype(jnp.float32)
@@ -64,7 +64,7 @@ class Embed(nnx.Embed):
 
 
 def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.Module:
-    """RMSNorm as the config has it."""
+    """Returns the RMSNorm that the config asks for."""
     if m.norm_scale_offset:
         return OffsetNorm(m, width, name)
     return nnx.RMSNorm(
@@ -78,7 +78,7 @@ def norm(m: Model, width: int, rngs: nnx.Rngs, name: str | None = None) -> nnx.M
 
 
 class OffsetNorm(nnx.Module):
-    """RMSNorm whose scale is kept as its distance from 1, where bfloat16 is finest
+    """RMSNorm whose scale is stored as its distance from 1, where bfloat16 is finest
     (Gemma)."""
 
     def __init__(self, m: Model, width: int, name: str | None):
@@ -93,12 +93,13 @@ class OffsetNorm(nnx.Module):
 
 
 def _clipped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gpt-oss: both within 7, the gate a sigmoid of 1.702 times it, up from 1 on."""
+    """Gates as gpt-oss does: (up + 1) gate sigmoid(1.702 gate), with gate at most 7 and up
+    within 7."""
     gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-# what an MLP makes of its gate and of what is gated
+# how an MLP combines its gate with the values that are gated
 GATES = {
     "silu": lambda gate, up: jax.nn.silu(gate) * up,
     "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,

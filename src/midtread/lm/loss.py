@@ -36,14 +36,12 @@ from midtread.providers.delayed import (
 )
 
 LEARNED = (nnx.Param, OverwriteWithGradient)
-FEW = (
-    2**22
-)  # logits: no more than these are computed at once, by the formula as it stands
-BLOCK = 2**27  # logits in memory at once: 512 MiB of float32
+FEW = 2**22  # up to so many logits are computed all at once
+BLOCK = 2**27  # logits of a block: 512 MiB of float32
 
 
 class Goal(NamedTuple):
-    """What a head should have said."""
+    """The targets that logits are judged by."""
 
     targets: jax.Array  # [B, T]
     mask: jax.Array  # [B, T] which of them count, float32
@@ -52,23 +50,25 @@ class Goal(NamedTuple):
 
 
 class Loss(NamedTuple):
+    """The loss of a batch, or of a part of one."""
+
     loss: jax.Array  # with z_weight's part
     nll: jax.Array  # without
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-log p(target) and log Z, of every position."""
+    """Returns -log p(target) and log Z of every position."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return log_z - chosen, log_z
 
 
 def judge(head: nnx.Module, call: Callable, V: int, x: jax.Array, goal: Goal) -> Loss:
-    """The loss of `call(head, x)` [B T V], for a stream x [B T D].
+    """Returns the loss of the logits `call(head, x)` [B T V], for a stream x [B T D].
 
     Args:
         head: the module with the head's weights.
-        call: makes logits with it; it is called once, whoever counts its calls.
+        call: computes logits from the module and x.
     """
     num_logits = goal.targets.size * V
     if why_whole(head, num_logits) is None:
@@ -80,7 +80,7 @@ def judge(head: nnx.Module, call: Callable, V: int, x: jax.Array, goal: Goal) ->
 
 
 def why_whole(head: nnx.Module, num_logits: int) -> str | None:
-    """Why a head is run on all tokens at once; None if it is run in blocks."""
+    """Returns why a head is run on all tokens at once, or None if it is run in blocks."""
     if num_logits <= FEW:
         return f"{num_logits:,} logits are few"
     _, _, rest = nnx.split(head, LEARNED, ...)
@@ -90,7 +90,8 @@ def why_whole(head: nnx.Module, num_logits: int) -> str | None:
 
 
 def in_blocks(head: nnx.Module, call: Callable, num_blocks: int, x, goal: Goal) -> Loss:
-    """The same in `num_blocks` blocks of tokens; gradients are taken at once."""
+    """Computes the same as `judge` in `num_blocks` blocks of tokens, with the gradients in
+    the forward."""
     graph, learned, rest = nnx.split(head, LEARNED, ...)
 
     def logits_of(learned, x):
@@ -105,7 +106,8 @@ def in_blocks(head: nnx.Module, call: Callable, num_blocks: int, x, goal: Goal) 
         return jnp.moveaxis(a, 1, 0)
 
     def judge_block(learned, total, block):
-        """Its two sums, the head's pullback, and the gradient of its logits."""
+        """Returns a block's two sums, the head's pullback, and the gradient of its
+        logits."""
         x, targets, mask = block
         logits, pull = jax.vjp(logits_of, learned, x)
         log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -151,7 +153,7 @@ def in_blocks(head: nnx.Module, call: Callable, num_blocks: int, x, goal: Goal) 
 
     def backward(kept, gs):
         grads, dx = kept
-        g, _ = gs  # the second is for people to read
+        g, _ = gs  # nll is only reported, so it has no gradient
         times = lambda d: (d * g).astype(d.dtype)
         return _of_weights(times, grads), times(dx), None, None, None
 
@@ -161,11 +163,12 @@ def in_blocks(head: nnx.Module, call: Callable, num_blocks: int, x, goal: Goal) 
 
 
 def _of_weights(fn: Callable, tree: Any) -> Any:
-    """`fn` of every weight; what is overwritten with its gradient stays as it is."""
+    """Applies `fn` to every weight; arrays that are overwritten with their gradient stay as
+    they are."""
     one = lambda path, a: a if is_overwritten(path) else fn(a)
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _cast(learned: Any, dtype: Any) -> Any:
-    """Weights in `dtype`, once for all blocks."""
+    """Casts the weights to `dtype`."""
     return _of_weights(lambda a: a.astype(dtype), learned)

@@ -17,7 +17,7 @@ from midtread.numerics.qarray import QArray
 def manual_quantize(
     tensor: jax.Array, calibration_method: str, dtype: Any = jnp.float8_e4m3fn
 ) -> QArray:
-    """`tensor` in `dtype` with the one scale that "fixed,lo,hi" stands for.
+    """Quantizes `tensor` to `dtype` with the one scale that "fixed,lo,hi" stands for.
 
     >>> q = manual_quantize(jnp.array([1.0, 300.0]), "fixed,-224,224")
     >>> q.qvalue.tolist(), q.scale.tolist()
@@ -43,7 +43,7 @@ def manual_quantize(
     info = jnp.iinfo if jnp.issubdtype(fmt.dtype, jnp.integer) else jnp.finfo
     low, high = (float(x) for x in (info(fmt.dtype).min, info(fmt.dtype).max))
     scale = largest / high if largest else 1.0
-    # as a bfloat16 tensor: what MaxText divides by
+    # MaxText divides by the scale rounded to bfloat16.
     divisor = jnp.asarray(scale, jnp.bfloat16).astype(tensor.dtype)
     codes = jnp.clip(tensor / divisor, low, high).astype(fmt.dtype)
     shape = (1,) * tensor.ndim

@@ -32,14 +32,14 @@ from midtread.model.coverage import human, table
 
 
 class Bytes(NamedTuple):
-    """Of one device."""
+    """The bytes that one device needs."""
 
     parameters: int
     optimizer: int
     gradients: int
     activations: int
-    at_once: int  # gathered weights: a layer's, and what is not in layers
-    gathered: int  # in a step: sent to this device
+    at_once: int  # gathered weights of one layer, and of what is not in layers
+    gathered: int  # sent to this device in a step
 
     @property
     def total(self) -> int:
@@ -47,25 +47,28 @@ class Bytes(NamedTuple):
 
 
 def model(config: Config, on: Mapping[str, int]) -> Bytes:
-    """The bytes of a step of `config` on a mesh of these sizes."""
-    weight_bytes = here = largest = gathered = 0
-    again = (
-        2 if config.remat_policy in ("full", "quantized") else 1
-    )  # in the backward too
-    for path, var in weights_of(config):
-        w = Weight(config, on, path, var)
-        weight_bytes += w.here * w.itemsize
-        here += w.here
-        gathered += w.arriving * w.layers * again
-        largest += w.arriving
-    moments = int(here * optimizer_bytes(config))
-    return Bytes(
-        weight_bytes, moments, weight_bytes, activations(config, on), largest, gathered
-    )
+    """Returns the bytes of a training step of `config` on a mesh of these sizes."""
+    weights = weights_on(config, on)
+    parameters, moments = parameters_and_moments(config, weights)
+    at_once = sum(w.arriving for w in weights)
+    gathered = num_forwards(config) * sum(w.arriving * w.layers for w in weights)
+    kept = activations(config, on)
+    return Bytes(parameters, moments, parameters, kept, at_once, gathered)
+
+
+def num_forwards(config: Config) -> int:
+    """Returns how often a step runs the forward: once more if the backward recomputes it."""
+    return 2 if config.remat_policy in ("full", "quantized") else 1
+
+
+def parameters_and_moments(config: Config, weights: list["Weight"]) -> tuple[int, int]:
+    """Returns the bytes of weights and of their optimizer states on one device."""
+    parameters = sum(w.here * w.itemsize for w in weights)
+    return parameters, int(sum(w.here for w in weights) * optimizer_bytes(config))
 
 
 def optimizer_bytes(config: Config) -> float:
-    """Of a parameter, on the average."""
+    """Returns the bytes of optimizer states of one parameter, on the average."""
     params = nnx.state(models.abstract(section(config, Model)), nnx.Param)
     make = step.optimizer(section(config, Training)).init
     count = sum(x.size for x in jax.tree.leaves(params))
@@ -73,13 +76,19 @@ def optimizer_bytes(config: Config) -> float:
 
 
 def weights_of(config: Config) -> list[tuple[tuple, Any]]:
-    """Every weight, as a path and its shape."""
+    """Returns every weight as a path and a variable that has its shape."""
     state = nnx.state(models.abstract(section(config, Model)), nnx.Param)
     return list(nnx.to_flat_state(state))
 
 
+def weights_on(config: Config, on: Mapping[str, int]) -> list["Weight"]:
+    """Returns every weight as a mesh of these sizes cuts it."""
+    return [Weight(config, on, path, var) for path, var in weights_of(config)]
+
+
 class Weight:
-    """One weight on a mesh: elements here, and bytes that arrive when it is gathered."""
+    """One weight on a mesh: its elements on a device, and the bytes that arrive when it is
+    gathered."""
 
     def __init__(self, config: Config, on: Mapping[str, int], path: tuple, var: Any):
         names, shape = var.get_metadata().get("out_sharding"), var.shape
@@ -94,7 +103,7 @@ class Weight:
 
 
 def is_coded(config: Config, path: tuple) -> bool:
-    """Whether a weight travels as codes of 8 bits."""
+    """Returns whether a weight travels as codes of 8 bits."""
     where = "/".join(map(str, path))
     inside = "layers/" in where or (
         config.quantize_mtp and "transformer_layer" in where
@@ -104,7 +113,7 @@ def is_coded(config: Config, path: tuple) -> bool:
 
 
 def share(config: Config, on: Mapping[str, int]) -> Config:
-    """The config of one device's part of the work."""
+    """Returns the config of one device's part of the work."""
     ways = math.prod(on[a] for a in meshes.BATCH)
     cut = {"batch_size": config.batch_size // ways, "mesh": ""}
     for name in ("num_query_heads", "num_kv_heads", "mlp_dim", "moe_mlp_dim",
@@ -115,11 +124,11 @@ def share(config: Config, on: Mapping[str, int]) -> Config:
 
 
 def activations(config: Config, on: Mapping[str, int]) -> int:
-    """Bytes the forward keeps for the backward on one device."""
+    """Returns the bytes that the forward keeps for the backward on one device."""
     part = share(config, on)
     rows = max(part.batch_size // part.gradient_accumulation_steps, 1)
     kept = _of_a_row(part)
-    if part.remat_policy != "none":  # the backward has one layer's whole at a time
+    if part.remat_policy != "none":  # the backward recomputes one layer at a time
         whole = _of_a_row(dataclasses.replace(part, remat_policy="none"))
         kept += (whole - kept) // part.num_decoder_layers
     num_logits = rows * part.max_target_length * part.vocab_size
@@ -127,12 +136,13 @@ def activations(config: Config, on: Mapping[str, int]) -> int:
 
 
 def _of_a_row(config: Config) -> int:
+    """Returns the bytes of residuals that each further row adds."""
     one, two = (_kept(dataclasses.replace(config, batch_size=n)) for n in (1, 2))
     return two - one
 
 
 def _kept(config: Config) -> int:
-    """Bytes of the residuals of a step of `batch_size` rows."""
+    """Returns the bytes of the residuals of a step of `batch_size` rows."""
     config = dataclasses.replace(config, gradient_accumulation_steps=1)
     m = section(config, Model)
     net = build.for_training(config, models.abstract(m))
@@ -156,7 +166,7 @@ def _kept(config: Config) -> int:
 
 
 def describe(config: Config, on: Mapping[str, int]) -> str:
-    """A table, for `midtread explain`."""
+    """Returns a table for `midtread explain`."""
     bytes_needed = model(config, on)
     rows = [["on each device", "bytes"]]
     rows += [[name, human(value, "B")] for name, value in (

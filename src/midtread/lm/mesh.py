@@ -36,7 +36,6 @@ from midtread.lm import quantization, ranges
 from midtread.lm.config import Config, Model, require, section
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
-from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
 from midtread.providers.qt import QtProvider
 
@@ -59,7 +58,7 @@ LOGICAL = {
 
 
 def sizes(text: str, devices: int | None = None) -> dict[str, int]:
-    """`data:2,fsdp:-1` as {axis: devices}; -1 takes what is left of `devices`."""
+    """Parses `data:2,fsdp:-1` to {axis: devices}; -1 takes what is left of `devices`."""
     counts = dict.fromkeys(AXES, 1)
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, number = part.partition(":")
@@ -87,8 +86,8 @@ def sizes(text: str, devices: int | None = None) -> dict[str, int]:
 
 
 def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) -> P:
-    """How an array with these logical axes is cut. Vectors are whole; a mesh axis cuts an
-    array once; extents of 1 (of a scale) are whole."""
+    """Returns how an array with these logical axes is cut. Vectors and axes of extent 1 (of
+    a scale) are whole, and a mesh axis cuts an array only once."""
     if names is None or len(names) != len(shape):
         return P()
     if sum(name not in (None, "layers") for name in names) < 2 and len(
@@ -101,13 +100,14 @@ def spec(on: Mapping[str, int], names: Sequence | None, shape: Sequence[int]) ->
         cut = free.get(axis, 1) if axis else 1
         fits = cut > 1 and extent % cut == 0
         cuts.append(axis if fits else None)
-        if axis and (fits or extent == 1):  # a scale lies as the array it belongs to
+        # An axis of extent 1 uses its mesh axis up, as in the array that it scales.
+        if axis and (fits or extent == 1):
             free.pop(axis, None)
     return P(*cuts)
 
 
 def shard_size(on: Mapping[str, int], cut: P, shape: Sequence[int]) -> int:
-    """Elements of an array on one device."""
+    """Returns the number of elements of an array on one device."""
     ways = math.prod(on[axis] for part in cut for axis in _as_tuple(part))
     return math.prod(shape) // ways
 
@@ -117,7 +117,7 @@ def _as_tuple(part: Any) -> tuple[str, ...]:
 
 
 def names_of(tree: Any) -> list[tuple | None]:
-    """The logical axes of every array in `tree`, in the order of its leaves."""
+    """Returns the logical axes of every array in `tree`, in the order of its leaves."""
     names_of_arrays: list[tuple | None] = []
     is_variable = lambda x: isinstance(x, nnx.Variable)
     for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
@@ -136,15 +136,15 @@ def names_of(tree: Any) -> list[tuple | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Devices in a grid, and what lies where."""
+    """A grid of devices, and how arrays are spread over it."""
 
     mesh: Mesh
-    codes: Spec | None = None  # of weights that travel in 8 bits (lm/gather.py)
-    wide: tuple[str, ...] = ()  # modules whose weights do not
-    dtype: str = "bfloat16"  # weights are multiplied in
-    split: int = 1  # parts of a batch (lm/split.py)
-    dispatch: str = "xla"  # of tokens to experts (lm/ring.py)
-    whole_scales: bool = False  # of stored weights: one per channel, on every device
+    codes: Spec | None = None  # format of weights that travel as codes (lm/gather.py)
+    wide: tuple[str, ...] = ()  # modules whose weights do not travel as codes
+    dtype: str = "bfloat16"  # that weights are multiplied in
+    split: int = 1  # number of parts of a batch (lm/split.py)
+    dispatch: str = "xla"  # how tokens get to experts (lm/ring.py)
+    whole_scales: bool = False  # every device has all scales, one per channel
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -154,12 +154,12 @@ class Layout:
         return NamedSharding(self.mesh, spec(self.sizes, names, shape))
 
     def rows(self, ndim: int) -> NamedSharding:
-        """Of an array whose first axis is the batch."""
+        """Returns the sharding of an array whose first axis is the batch."""
         return NamedSharding(self.mesh, P(BATCH, *[None] * (ndim - 1)))
 
     def shardings(self, tree: Any, names: Sequence | None = None) -> Any:
-        """Where every array of `tree` (variables that name their axes, or `names` for
-        all leaves) belongs."""
+        """Returns the sharding of every array of `tree`, by the axes that its variables
+        name, or by `names` for all leaves."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         shardings = []
         for axes, (path, x) in zip(names or names_of(tree), leaves, strict=True):
@@ -169,23 +169,25 @@ class Layout:
         return jax.tree.unflatten(structure, shardings)
 
     def place(self, tree: Any, names: Sequence | None = None) -> Any:
-        """`tree` on its devices; every process holds the same values."""
+        """Puts `tree` on its devices; every process has the same values."""
         return jax.tree.map(_put, tree, self.shardings(tree, names))
 
     def place_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Puts a batch on the devices, its rows spread over them."""
         ways = math.prod(self.sizes[a] for a in BATCH)
-        whole = NamedSharding(self.mesh, P())  # the last rows of a small held-out split
+        # The last rows of a small held-out split may not divide: every device has all.
+        whole = NamedSharding(self.mesh, P())
         fits = lambda x: self.rows(x.ndim) if len(x) % ways == 0 else whole
         return {k: _put(x, fits(x)) for k, x in batch.items()}
 
     def keep(self, tree: Any, names: Sequence | None = None) -> Any:
-        """Inside jit: `tree`, lying as it should."""
+        """Constrains `tree`, inside jit, to its shardings."""
         constrain = jax.lax.with_sharding_constraint
         return jax.tree.map(constrain, tree, self.shardings(tree, names))
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """What is traced meanwhile is for these devices."""
+        """Makes this the current layout of what is traced meanwhile."""
         token = _current.set(self)
         try:
             yield
@@ -199,7 +201,7 @@ def _is_scale(path: tuple) -> bool:
 
 
 def _is_rank_one(names: Sequence | None, shape: Sequence[int]) -> bool:
-    """A number for each place along one axis, in every layer."""
+    """Returns whether a scale varies along at most one axis besides the layers."""
     own = [n for name, n in zip(names or (), shape) if name != "layers"]
     return sum(n > 1 for n in own) <= 1
 
@@ -210,15 +212,17 @@ _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar(
 
 
 def current() -> Layout | None:
+    """Returns the layout that is in use, or None."""
     return _current.get()
 
 
 def using(layout: Layout | None) -> contextlib.AbstractContextManager:
+    """Returns a context in which `layout`, if any, is the current one."""
     return layout.in_use() if layout else contextlib.nullcontext()
 
 
 def keep_rows(x: jax.Array) -> jax.Array:
-    """x [B, ...] with its batch spread over the devices, where there are several."""
+    """Spreads the batch of x [B, ...] over the devices of the current layout, if any."""
     layout = current()
     if layout is None:
         return x
@@ -235,22 +239,15 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.jit(lambda a: a, out_shardings=sharding)(x)
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    values = np.asarray(x)  # the same in every process: each keeps its part
+    values = np.asarray(x)  # every process has all values, and keeps its part
     return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
-
-
-def place_qarray(layout: Layout, q: QArray, names: Sequence) -> QArray:
-    """A QArray cut like the array it stands for: codes, and scales where there are many."""
-    put = lambda x: None if x is None else _put(x, layout.sharding(names, x.shape))
-    parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
-    return q.replace(**{name: put(x) for name, x in parts.items()})
 
 
 # --- from a config ----------------------------------------------------------------------------
 
 
 def layout_of(config: Config) -> Layout | None:
-    """The devices of a run; None for one device."""
+    """Returns the devices of a run, or None for one device."""
     count = jax.device_count()
     check_recipe(config)
     if not config.mesh:
@@ -268,7 +265,7 @@ def layout_of(config: Config) -> Layout | None:
 
 
 def serving_layout(config: Config) -> Layout | None:
-    """The devices that weights are served from; None for one."""
+    """Returns the devices that weights are served from, or None for one device."""
     if not config.mesh:
         return None
     require(
@@ -282,6 +279,7 @@ def serving_layout(config: Config) -> Layout | None:
 
 
 def _all_of(config: Config, count: int) -> dict[str, int]:
+    """Parses the mesh, refusing one that does not use all `count` devices."""
     on = sizes(config.mesh, count)
     asked = math.prod(on.values())
     require(
@@ -299,7 +297,8 @@ def _grid(on: Mapping[str, int]) -> Mesh:
 
 
 def plan(config: Config, grid: Mesh) -> Layout:
-    """What a config says about weights that travel and batches that are cut."""
+    """Returns the layout of a run: which weights travel as codes, and how batches are
+    cut."""
     codes = None
     if config.fp8_weight_gather:
         method = _weight_method(config)
@@ -319,7 +318,8 @@ def _weight_method(config: Config) -> str:
 
 
 def check_recipe(config: Config) -> None:
-    """Refuses codes on the wire, or a batch in parts, where they cannot be."""
+    """Refuses weights that travel as codes, tokens sent by hand, or a batch in parts, where
+    the quantization does not allow it."""
     what = f"quantization={config.quantization or repr('')}"
     if config.fp8_weight_gather:
         require(
@@ -368,7 +368,8 @@ def check_recipe(config: Config) -> None:
 
 
 def _keeps_nothing(config: Config) -> bool:
-    """Float, or quantized without state or noise that devices would have to share."""
+    """Returns whether a config is float, or quantized without state or noise that devices
+    would have to share."""
     value = None if config.quant else quantization.value_of(config)
     if value is None:
         return not config.quant
@@ -403,7 +404,8 @@ def check_model(config: Config, on: Mapping[str, int]) -> None:
 
 
 def check(config: Config, on: Mapping[str, int]) -> None:
-    """The same, and a mesh that cuts batches where they cannot be cut."""
+    """Refuses what `check_model` does, and a mesh that cuts batches where they cannot be
+    cut."""
     check_model(config, on)
     rows = math.prod(on[a] for a in BATCH)
     parts = config.gradient_accumulation_steps
@@ -417,7 +419,7 @@ def check(config: Config, on: Mapping[str, int]) -> None:
 
 
 def _check_tiles(config: Config, on: Mapping[str, int]) -> None:
-    """A tile, elements that share a scale, must lie on one device."""
+    """Refuses a mesh that would cut through a tile, the elements that share a scale."""
     for number, rule in enumerate(config.quant):
         tile = rule.get("tile_size")
         if not isinstance(tile, int):

@@ -50,7 +50,7 @@ STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
 class Mlp(nnx.Module):
-    """Gated: SwiGLU, or with another activation."""
+    """A gated MLP: SwiGLU, or with another activation."""
 
     def __init__(self, m: Model, width: int, rngs: nnx.Rngs):
         self.wi_0 = Linear(m, m.emb_dim, width, ("embed", "mlp"), rngs, m.mlp_bias)
@@ -63,8 +63,8 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One layer; `sparse` ones have experts, `is_local` ones a window (None: some of the
-    layers that are scanned together).
+    """One layer. It has experts if `sparse`, and a window if `is_local`; None for
+    `is_local` means that only some of the layers that are scanned together have one.
 
     The norm before the MLP is called post_self_attention_layer_norm, as MaxText has it; those
     after attention and MLP, where a model has them, are post_attention_norm and
@@ -95,13 +95,17 @@ class Layer(nnx.Module):
             self.mlp = Mlp(m, m.mlp_dim, rngs)
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
-        """The stream after this layer, its router's loss, its cache."""
+        """Returns the stream after this layer, its router's loss, and its cache."""
         count = split.parts() if cache is None else 1
         if count == 1:
             x, cache = self.attention(x, place, cache)
             x, load = self.feed(x)
             return x, self.balance([load]), cache
-        local, place = place.is_local, place._replace(is_local=None)  # of no row
+        # `is_local` is about the layer, and has no rows to cut.
+        local, place = (
+            place.is_local,
+            place._replace(is_local=None),
+        )
         first = lambda part: self.attention(
             part[0], part[1]._replace(is_local=local), None
         )[0]
@@ -111,13 +115,14 @@ class Layer(nnx.Module):
         return split.join(xs), self.balance(loads), cache
 
     def attention(self, x: jax.Array, place: Place, cache: Any):
+        """Returns the stream after attention, and the cache."""
         y = self.pre_self_attention_layer_norm(x) if self.is_before else x
         y, cache = self.self_attention(y, place, cache)
         y = self.post_attention_norm(y) if self.is_after else y
         return keep_rows(x + y), cache
 
     def feed(self, x: jax.Array):
-        """The stream after the MLP or the experts, and the router's load if any."""
+        """Returns the stream after the MLP or the experts, and the router's load if any."""
         y, load = self.post_self_attention_layer_norm(x) if self.is_before else x, None
         if self.sparse:
             out, load = self.MoeBlock_0(y)
@@ -129,11 +134,12 @@ class Layer(nnx.Module):
         return keep_rows(x + out), load
 
     def balance(self, loads) -> jax.Array:
+        """Returns the loss of the router, zero without one."""
         return self.MoeBlock_0.balance(loads) if self.sparse else jnp.zeros(())
 
 
 class Stack(nnx.Module):
-    """Layers of one kind that follow each other: a list of modules, not scanned."""
+    """Layers of one kind that follow each other, as a list of modules."""
 
     def __init__(self, layers: Sequence[Layer]):
         for i, layer in enumerate(layers):
@@ -145,7 +151,8 @@ class Stack(nnx.Module):
 
 
 def stack(m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs) -> nnx.Module:
-    """Layers of one kind, one for each of `local`, which says whether it has a window."""
+    """Returns layers of one kind, one for each of `local`, which says whether it has a
+    window."""
     if not m.scan_layers:
         return Stack([Layer(m, sparse, rngs, is_local) for is_local in local])
     is_local = local[0] if len(set(local)) == 1 else None
@@ -157,11 +164,11 @@ def stack(m: Model, sparse: bool, local: Sequence[bool], rngs: nnx.Rngs) -> nnx.
     return make(rngs.split(len(local)))
 
 
-FEW = 8  # layers that are worth compiling one by one
+FEW = 8  # up to so many layers are worth compiling one by one
 
 
 def _unrolled(asked: int, layers: int) -> int:
-    """How many layers of a scan are compiled one by one.
+    """Returns how many layers of a scan are compiled one by one.
 
     A scan hands a layer a slice of every stack of weights, and puts its gradients into
     another: copies that XLA does not get rid of (10 ms of 211 in bfloat16, 24 of 168 in int8,
@@ -178,7 +185,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, m: Model, rngs: nnx.Rngs):
         first = m.first_num_dense_layers if m.num_experts > 1 else 0
-        kinds = {  # MaxText's names: what a rule's module_path is written for
+        kinds = {  # names are MaxText's, which rules are written for
             "dense_layers": (False, m.has_window[:first]),
             "moe_layers": (True, m.has_window[first:]),
         }
@@ -231,7 +238,7 @@ class Decoder(nnx.Module):
             x, more, cache = self._one(name)(layer, x, place, cache)
             return (x, balance + more), cache
 
-        # random streams are stacked like weights, or run on from layer to layer
+        # Random streams are stacked like weights, or one stream runs from layer to layer.
         counts = jax.tree.leaves(nnx.state(layers, nnx.RngCount))
         runs_on = any(count.ndim == 0 for count in counts)
         own = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: 0}) if runs_on else 0
@@ -266,17 +273,17 @@ class MtpBlock(nnx.Module):
 
 
 class Output(NamedTuple):
-    """What a model says: logits, or losses where it was told what it should have said."""
+    """What a model computes: logits, or losses if it was given targets."""
 
     logits: jax.Array | None  # [B, T, V] float32
     balance: jax.Array  # the routers' loss
-    ahead: tuple[jax.Array, ...] = ()  # of each MTP head: logits for one token further
+    ahead: tuple[jax.Array, ...] = ()  # logits of each MTP head, for one token further
     cache: dict | None = None
     losses: tuple[Loss, ...] = ()  # of the head, then of each MTP head
 
 
 class Transformer(nnx.Module):
-    """tokens [B, T] -> Output."""
+    """The whole model: tokens [B, T] -> Output."""
 
     def __init__(self, m: Model, rngs: nnx.Rngs):
         self.token_embedder = Embed(
@@ -305,9 +312,9 @@ class Transformer(nnx.Module):
         goals: Sequence[Goal] = (),
         last: jax.Array | None = None,
     ) -> Output:
-        """The logits of every position, or, given goals, the losses of the head and of the
-        MTP heads, whose logits are then never together in memory. With `last` [B], logits of
-        that position of each row alone: [B, 1, V]."""
+        """Returns the logits of every position, or, given goals, the losses of the head and
+        of the MTP heads, whose logits are then never together in memory. With `last` [B],
+        only the logits of that position of each row: [B, 1, V]."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         starts = None if segments is None else document_starts(segments)
@@ -332,7 +339,7 @@ class Transformer(nnx.Module):
         return Output(logits, balance, tuple(ahead), cache)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        # tied rows are small, as a head wants them; the stream wants variance 1
+        # Rows of a tied table are small, as the head needs them; the stream needs variance 1.
         gain = jnp.asarray(self.gain, self.token_embedder.dtype)
         return keep_rows(self.token_embedder(tokens) * gain)
 
@@ -341,19 +348,19 @@ class Transformer(nnx.Module):
         return call(module, self.decoder.decoder_norm(x)).astype(jnp.float32)
 
     def judge(self, x: jax.Array, goal: Goal) -> Loss:
-        """The loss of `head(x)`."""
+        """Returns the loss of `head(x)`."""
         module, call = self._head()
         x = self.decoder.decoder_norm(x)
         return judge(module, call, self.token_embedder.num_embeddings, x, goal)
 
     def _head(self) -> tuple[nnx.Module, Callable]:
-        """The module that makes logits, and how it is called."""
+        """Returns the module that makes logits, and the function that calls it."""
         if self.tied:
             return self.token_embedder, lambda table, x: self.capped(table.attend(x))
         return self.decoder.logits_dense, lambda dense, x: self.capped(dense(x))
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """c tanh(logits / c), where the config has a c."""
+        """Returns c tanh(logits / c), where the config has a c."""
         if not self.soft_cap:
             return logits
         return self.soft_cap * jnp.tanh(logits.astype(jnp.float32) / self.soft_cap)
@@ -365,7 +372,7 @@ def _initial(m: Model, key: jax.Array) -> nnx.State:
 
 
 def create(m: Model, seed: int = 0, layout: Layout | None = None) -> Transformer:
-    """A model with random weights, each part made on the device where it will lie."""
+    """Returns a model with random weights, each part made on the device that keeps it."""
     model = abstract(m)
     make = _initial
     if layout is not None:
@@ -376,11 +383,11 @@ def create(m: Model, seed: int = 0, layout: Layout | None = None) -> Transformer
 
 
 def abstract(m: Model) -> Transformer:
-    """The model with shapes in place of weights: any size, on any machine."""
+    """Returns the model with shapes in place of weights: any size, on any machine."""
     return nnx.eval_shape(lambda: Transformer(m, nnx.Rngs(0)))
 
 
 def parameters(model: nnx.Module) -> int:
-    """How many weights."""
+    """Returns the number of weights."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return sum(int(x.size) for x in leaves)

@@ -26,16 +26,20 @@ from midtread.lm.layers import GATES, Linear, vector
 
 
 class Load(NamedTuple):
-    share_E: jax.Array  # of the pairs
-    mean_E: jax.Array  # of the scores
+    """How much each expert is used."""
+
+    share_E: jax.Array  # share of the pairs
+    mean_E: jax.Array  # mean score
 
 
 class Moe(nnx.Module):
+    """A router, and the experts that it chooses from."""
+
     def __init__(self, m: Model, rngs: nnx.Rngs):
         E, D, F = m.num_experts, m.emb_dim, m.moe_mlp_dim
         self.gate = Linear(m, D, E, ("embed", None), rngs, m.mlp_bias)
         dtype = jnp.dtype(m.weight_dtype)
-        # fan-in is that of one expert
+        # The fan-in is that of one expert.
         init = nnx.initializers.variance_scaling(
             1.0, "fan_in", "normal", batch_axis=(0,)
         )
@@ -49,12 +53,13 @@ class Moe(nnx.Module):
             self.wi_0_bias = vector(m, (E, F), "experts", "mlp")
             self.wi_1_bias = vector(m, (E, F), "experts", "mlp")
             self.wo_bias = vector(m, (E, D), "experts", "embed")
-        if m.routed_score_func == "sigmoid":  # DeepSeek-V3: steers the choice alone
+        if m.routed_score_func == "sigmoid":  # DeepSeek-V3's, for choosing alone
             self.routed_bias = nnx.Param(jnp.zeros((E,), jnp.float32))
         self.m = m
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Load"]:
-        """x [B, T, D] through the experts, and how much each was used."""
+        """Sends x [B, T, D] through the experts; returns the sum and how much each was
+        used."""
         B, T, D = x.shape
         x_ND = x.reshape(B * T, D)
         weights_Nk, chosen_Nk, load = self.route(x_ND)
@@ -66,8 +71,8 @@ class Moe(nnx.Module):
         return run(x_ND, weights_Nk, chosen_Nk).reshape(B, T, D), load
 
     def experts(self, x_ND, weights_Nk, chosen_Nk, first: jax.Array | int = 0):
-        """The weighted sum over the experts that are here, numbered from `first`: all of
-        them, or a device's own, and then the pairs of others come to nothing."""
+        """Returns the weighted sum over the experts that are here, numbered from `first`:
+        all of them, or a device's own, and then pairs of other experts add nothing."""
         m, count = self.m, self.wi_0.shape[0]
         is_all = count == m.num_experts
         pairs = chosen_Nk.reshape(-1)
@@ -90,7 +95,7 @@ class Moe(nnx.Module):
 
         gate = GATES[m.mlp_activation]
         out = grouped(gate(grouped(rows, "wi_0"), grouped(rows, "wi_1")), "wo")
-        if not is_all:  # rows beyond all groups
+        if not is_all:  # rows beyond all groups are undefined
             inside = jnp.arange(len(out)) < jnp.sum(sizes)
             out = jnp.where(inside[:, None], out, jnp.zeros_like(out))
         out = jnp.take(out, jnp.argsort(order), axis=0)
@@ -98,7 +103,7 @@ class Moe(nnx.Module):
         return jnp.einsum("nkd,nk->nd", out, weights_Nk.astype(out.dtype))
 
     def route(self, x_ND: jax.Array):
-        """Weights and numbers of the chosen experts [N, k], and the load."""
+        """Returns weights and numbers of the chosen experts [N, k], and the load."""
         m = self.m
         logits = self.gate(x_ND).astype(jnp.float32)
         score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
@@ -119,7 +124,7 @@ class Moe(nnx.Module):
         return weights_Nk * m.routed_scaling_factor, chosen_Nk, load
 
     def balance(self, loads: Sequence["Load"]) -> jax.Array:
-        """The load-balance loss of a batch, from the loads of its equal parts."""
+        """Returns the load-balance loss of a batch, from the loads of its equal parts."""
         mean = lambda xs: sum(xs) / len(loads)
         share_E = mean([load.share_E for load in loads])
         mean_E = mean([load.mean_E for load in loads])
@@ -127,8 +132,8 @@ class Moe(nnx.Module):
 
 
 def within_best_groups(m: Model, choice_NE: jax.Array) -> jax.Array:
-    """Experts outside a token's best groups are out of the question; a group is as good
-    as its two best experts together (DeepSeek-V3)."""
+    """Excludes experts outside a token's best groups, where a group is as good as its two
+    best experts together (DeepSeek-V3)."""
     if m.n_routing_groups == 1:
         return choice_NE
     groups = choice_NE.reshape(choice_NE.shape[0], m.n_routing_groups, -1)

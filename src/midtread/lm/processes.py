@@ -21,7 +21,7 @@ import jax
 from midtread.lm.config import require
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process counts as dead
-CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes
+CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # both count processes
 KUBERNETES = "JOB_COMPLETION_INDEX"
 BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -61,17 +61,19 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
+    """Reads a whole number from a variable of the environment."""
     text = environ[name]
     require(text.isdigit(), f"{name}={text} is not a number.")
     return int(text)
 
 
 def is_first() -> bool:
+    """Returns whether this is the process that writes files and prints."""
     return jax.process_index() == 0
 
 
 def together(where: str) -> None:
-    """Waits until every process is here."""
+    """Waits until every process has come to this point."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -82,7 +84,8 @@ SIGNS = ("gloo", "connection", "heartbeat", "coordination", "unavailable", "peer
 
 
 def is_loss_of_another(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is the runtime's about a process that is gone."""
+    """Returns whether an error, or what caused it, is the runtime's about a process that is
+    gone."""
     while error is not None and jax.process_count() > 1:
         text = str(error).lower()
         runtime = isinstance(error, jax.errors.JaxRuntimeError)
@@ -102,8 +105,8 @@ if sys.stdin.read() != "done":
 
 @contextlib.contextmanager
 def witness() -> Iterator[None]:
-    """Leaves a last line even if JAX aborts this process, as it does when another stops
-    answering: a process beside it waits for word that all is well."""
+    """Prints a last line even if JAX aborts this process, as it does when another stops
+    answering: a second process waits to hear that all went well."""
     if jax.process_count() == 1:
         yield
         return
@@ -113,7 +116,7 @@ def witness() -> Iterator[None]:
     ) as beside:
         try:
             yield
-        finally:  # an error on the way says what it has to say itself
+        finally:  # an error prints its own message
             beside.communicate("done")
 
 

@@ -36,7 +36,9 @@ from midtread.providers.ptq import PtqProvider
 from midtread.providers.qt import QtProvider
 from midtread.providers.static import StaticProvider
 
-HEADROOM = "absmax,2"  # of static ranges: a power of two costs a float no precision
+HEADROOM = (
+    "absmax,2"  # headroom of static ranges; a power of two costs floats no precision
+)
 LAYERS = r"decoder/.*layers.*"
 MTP = r"mtp_block.*"
 HEAD = r"decoder/logits_dense"
@@ -49,15 +51,15 @@ CALIBRATIONS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of `quantization=` on a route."""
+    """What a value of `quantization=` means on one route."""
 
     route: str
-    fields: Callable[[Config], Mapping[str, Any]]  # of a QtRule
-    mode: str  # how ranges are found
+    fields: Callable[[Config], Mapping[str, Any]]  # fields of its QtRule
+    mode: str  # says in words where ranges come from
     provider: Callable[..., QtProvider] = QtProvider
-    uses: tuple[str, ...] = ()  # keys it honours beside the common ones
-    experts: bool = False  # MaxText reaches them too
-    # weight and activation formats of a checkpoint; FORWARD: the recipe's
+    uses: tuple[str, ...] = ()  # keys that it honours beside the common ones
+    experts: bool = False  # whether MaxText's reach has them too
+    # Formats of weights and activations in a checkpoint; FORWARD means those of the recipe.
     serves: tuple[Any, Any] | str | None = None
 
 
@@ -68,7 +70,7 @@ FORWARD = "forward"
 
 
 def _calibrations(config: Config) -> dict[str, Any]:
-    """The five keys, as fields of a rule."""
+    """Returns the fields of a rule that the five keys of calibration stand for."""
     both = config.quantization_calibration_method
     both = both or (HEADROOM if config.static else "absmax")
     fields: dict[str, Any] = {
@@ -87,6 +89,7 @@ def _calibrations(config: Config) -> dict[str, Any]:
 def _qwix(
     weight: str, bwd: str | None = None, grad_tiles: bool = True, **more
 ) -> Value:
+    """Returns the value on Qwix's route that has these formats."""
     formats = {"weight_qtype": weight, "act_qtype": weight, "bwd_qtype": bwd or weight}
 
     def fields(config: Config) -> dict[str, Any]:
@@ -108,6 +111,7 @@ def _qwix(
 
 
 def _shards(config: Config) -> int:
+    """Returns how many ranges a weight gradient has."""
     count = config.quantization_local_shard_count
     return jax.local_device_count() if count == -1 else count
 
@@ -116,14 +120,17 @@ def _shards(config: Config) -> int:
 
 
 def _recipe(route: str, make: Callable[[Config], Recipe], mode: str, **more) -> Value:
+    """Returns the value whose recipe `make` builds from a config."""
     return Value(route, lambda config: {"recipe": make(config)}, mode, **more)
 
 
 def _named(route: str, name: str, mode: str, **more) -> Value:
+    """Returns the value with the recipe of this name."""
     return _recipe(route, lambda config: recipes.recipe(name), mode, **more)
 
 
 def _delayed(route: str, fnuz: bool = False) -> Value:
+    """Returns the value for fp8 with delayed scaling."""
     fmt = "float8_e4m3fnuz" if fnuz else "float8_e4m3fn"
     make = lambda rules: DelayedFp8Provider(rules, fnuz=fnuz)
     formats = {"weight_qtype": fmt, "act_qtype": fmt}
@@ -134,6 +141,7 @@ def _delayed(route: str, fnuz: bool = False) -> Value:
 
 
 def _bounds(config: Config) -> Recipe:
+    """Returns AQT's fp8 recipe, with the constant bounds of the config if it has some."""
     text = config.constant_bound_config
     if not text:
         return recipes.aqt_fp8_full()
@@ -151,6 +159,7 @@ def _bounds(config: Config) -> Recipe:
 
 
 def _serve_fp8(config: Config) -> Recipe:
+    """Returns the recipe of serve_fp8_weight."""
     act = config.act_quantization_calibration_method or "absmax"
     spec = per_tensor if calibration.parse(act).method == "fixed" else per_channel
     return Recipe(Fwd(spec("e4m3", calibration=act), per_tensor("e4m3")))
@@ -197,7 +206,7 @@ VALUES: dict[str, tuple[Value, ...]] = {
 
 
 def value_of(config: Config) -> Value | None:
-    """The row that a config asks for; None in float."""
+    """Returns the row that a config asks for, or None in float."""
     name, qwix = config.quantization, config.use_qwix_quantization
     if not name:
         return None
@@ -227,7 +236,7 @@ PARTICULAR = (
 
 
 def check(config: Config) -> None:
-    """Refuses what would otherwise be ignored."""
+    """Refuses keys that the value would otherwise ignore."""
     value = value_of(config)
     uses = value.uses if value else ()
     what = f"quantization={config.quantization or repr('')}"
@@ -255,6 +264,7 @@ def check(config: Config) -> None:
 
 
 def _check_static(config: Config) -> None:
+    """Refuses keys that static ranges cannot honour."""
     asked = f"static={config.static}"
     for name in (
         *CALIBRATIONS[:1],
@@ -274,6 +284,7 @@ def _check_static(config: Config) -> None:
 
 
 def _check_reach(config: Config, value: Value | None, what: str) -> None:
+    """Refuses sites beyond the layers that the config or the value does not have."""
     beyond = {
         "quantize_logits_proj": (
             not config.logits_via_embedding,
@@ -304,7 +315,7 @@ def _check_reach(config: Config, value: Value | None, what: str) -> None:
 
 
 def rules(config: Config) -> list[QtRule]:
-    """The rules a config stands for; first match wins."""
+    """Returns the rules that a config stands for; the first match wins."""
     check(config)
     if config.quant:
         try:
@@ -331,7 +342,8 @@ def rules(config: Config) -> list[QtRule]:
 
 
 def _as_qwix_has_experts(rules: list[QtRule]) -> list[QtRule]:
-    """Qwix 0.1.8 has no calibration of a ragged_dot: absmax, whatever the flags say."""
+    """Gives experts absmax whatever the flags say, since Qwix 0.1.8 has no calibration of a
+    ragged_dot."""
     absmax = {
         f"{name}_calibration_method": "absmax" for name in ("weight", "act", "bwd")
     }
@@ -348,7 +360,7 @@ def _as_qwix_has_experts(rules: list[QtRule]) -> list[QtRule]:
 
 
 def provider(config: Config) -> QuantizationProvider | None:
-    """What to train under; None in float."""
+    """Returns the provider to train under, or None in float."""
     require(
         not config.replicate_quant_scale,
         "replicate_quant_scale=true is about the scales of stored weights; training makes "
@@ -369,7 +381,7 @@ def provider(config: Config) -> QuantizationProvider | None:
 
 
 def serving(config: Config) -> PtqProvider | None:
-    """What to quantize a checkpoint with, and serve it under; None in float."""
+    """Returns the provider that quantizes and serves a checkpoint, or None in float."""
     require(
         not config.static,
         f"static={config.static} is for training: a checkpoint's weights are quantized "
@@ -419,8 +431,8 @@ MIX = {"w_bits": None, "a_bits": None, "w_scale": 1.0, "a_scale": 1.0, "tile_siz
 
 
 def _mixed(config: Config, where: str, ops: tuple[str, ...]) -> list[QtRule]:
-    """MaxText's JSON: {regular expression: settings}; the last that matches wins, so the
-    rules are turned around."""
+    """Returns the rules of MaxText's JSON, {regular expression: settings}. There the last
+    match wins, so their order is reversed here."""
     entries = _read_mix(config.quant_cfg_path)
     default = {**MIX, **entries.get("__default__", {})}
     mixed_rules = []
@@ -435,6 +447,7 @@ def _mixed(config: Config, where: str, ops: tuple[str, ...]) -> list[QtRule]:
 
 
 def _mixed_rule(settings: dict, where: str, pattern: str, ops) -> QtRule:
+    """Returns the rule for one regular expression and its settings."""
     path = f"(?={where}$)(?:{pattern})"
     tile = settings["tile_size"] if settings["tile_size"] != -1 else None
 
@@ -458,6 +471,7 @@ def _mixed_rule(settings: dict, where: str, pattern: str, ops) -> QtRule:
 
 
 def _read_mix(name: str) -> dict[str, dict]:
+    """Reads and checks the JSON file of intmp."""
     shipped = sorted(p.stem for p in MIXES.glob("*.json"))
     require(
         name,
@@ -495,7 +509,7 @@ def _read_mix(name: str) -> dict[str, dict]:
 
 
 def sparsity(config: Config) -> Sparsity | None:
-    """Which weights to keep, and when the choice is made; None for all."""
+    """Returns which weights to keep and when that is decided, or None to keep all."""
     if config.weight_sparsity_n is None:
         return None
     try:

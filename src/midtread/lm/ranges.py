@@ -25,7 +25,7 @@ FILE = "static.npz"
 
 
 def save(folder: pathlib.Path, kept: nnx.State) -> None:
-    """Writes what `kept` has noted; every process calls it, one writes."""
+    """Writes the ranges in `kept`; every process calls this, and one writes."""
     arrays = {
         f"{'/'.join(map(str, path))}/{part}": _whole(x)
         for path, var in nnx.to_flat_state(kept)
@@ -38,6 +38,7 @@ def save(folder: pathlib.Path, kept: nnx.State) -> None:
 
 
 def _whole(x: jax.Array) -> np.ndarray:
+    """Returns all of an array that may be spread over processes."""
     if not x.is_fully_addressable:
         everywhere = NamedSharding(x.sharding.mesh, P())  # pyright: ignore[reportAttributeAccessIssue]
         x = jax.jit(lambda a: a, out_shardings=everywhere)(x).addressable_data(0)
@@ -45,7 +46,7 @@ def _whole(x: jax.Array) -> np.ndarray:
 
 
 def find(config: Config) -> pathlib.Path:
-    """The file that `static=calibrated` reads."""
+    """Returns the file that `static=calibrated` reads."""
     path = config.load_parameters_path
     what = "static=calibrated"
     if config.fp8_weight_gather:

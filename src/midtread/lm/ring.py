@@ -31,6 +31,7 @@ PER_TOKEN = Spec(as_format("float8_e4m3fn"), channelwise_axes=(0,))
 
 
 def is_on() -> bool:
+    """Returns whether the current layout sends tokens to experts by hand."""
     layout = meshes.current()
     return (
         layout is not None and layout.dispatch != "xla" and layout.sizes["expert"] > 1
@@ -38,7 +39,7 @@ def is_on() -> bool:
 
 
 def through_experts(moe: Any, x_ND, weights_Nk, chosen_Nk) -> jax.Array:
-    """`moe.experts` of tokens and experts that are spread over the mesh."""
+    """Calls `moe.experts` for tokens and experts that are spread over the mesh."""
     layout = meshes.current()
     assert layout is not None
     graph, state = nnx.split(moe)
@@ -60,7 +61,8 @@ def through_experts(moe: Any, x_ND, weights_Nk, chosen_Nk) -> jax.Array:
         y_ND = mine.experts(
             gather_tokens(x_ND), gather(weights_Nk), gather(chosen_Nk), first
         )
-        if layout.sizes["tensor"] > 1:  # the inner width was cut
+        # Each device has a part of the sum over the inner width.
+        if layout.sizes["tensor"] > 1:
             y_ND = jax.lax.psum(y_ND, "tensor")
         return _scatter(y_ND)
 
@@ -76,11 +78,13 @@ def through_experts(moe: Any, x_ND, weights_Nk, chosen_Nk) -> jax.Array:
 
 
 def _scatter(y: jax.Array) -> jax.Array:
+    """Sums `y` over the expert axis and leaves each device its own rows."""
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
 
 
 @jax.custom_vjp
 def _gather_codes(x: jax.Array) -> jax.Array:
+    """Gathers tokens along the expert axis as e4m3 codes."""
     q = quantize_by_spec(x, PER_TOKEN)
     gather = lambda a: jax.lax.all_gather(a, "expert", axis=0, tiled=True)
     codes = gather(jax.lax.bitcast_convert_type(q.qvalue, jnp.uint8))

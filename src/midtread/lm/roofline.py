@@ -28,7 +28,8 @@ from midtread.model.coverage import Row, table
 
 
 class Device(NamedTuple):
-    """Peaks by the makers' data sheets, dense: FLOP/s and bytes/s in one direction."""
+    """Peaks of a device by its maker's data sheet, dense: FLOP/s, and bytes/s in one
+    direction."""
 
     name: str
     flops: dict[str, float]  # by dtype
@@ -36,12 +37,13 @@ class Device(NamedTuple):
     outside: float  # a device's share of the network
 
     def peak(self, formats: tuple[str, ...]) -> float:
-        """Of a matmul of these formats: that of the wider operand."""
+        """Returns the peak of a matmul of these formats, which is that of the wider
+        operand."""
         return min(self.flops.get(f.split("/")[0], self.flops["bf16"]) for f in formats)
 
 
 _8_BITS = ("e4m3", "e5m2", "int8")
-HOST = 8  # devices
+HOST = 8  # devices of a host
 
 
 def _device(name, bf16, low, f32, inside, outside) -> Device:
@@ -57,18 +59,19 @@ DEVICES = [
 
 
 def device_here() -> Device | None:
-    """The device that a run is on, if its peaks are known."""
+    """Returns the device that a run is on, if its peaks are known."""
     kind = jax.devices()[0].device_kind
     return next((d for d in DEVICES if kind.startswith(d.name)), None)
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs that a training step has to do, over all devices, whatever it does besides.
+    """Returns the FLOPs that a training step has to do, over all devices, whatever it does
+    besides.
 
-    6 a token for every weight it is multiplied by (2 forward, 4 backward), of experts those
-    that see it; and for attention 3.5 times its forward over half of all pairs, which is
-    what its gradients take without the logits in memory. Nothing that is computed again
-    counts: the share of the peak that this is reached at is the model FLOPs utilization.
+    A token takes 6 for every weight that it is multiplied by (2 forward, 4 backward), where
+    of the experts only its own count. Attention takes 3.5 times its forward over half of all
+    pairs, which is what its gradients need without the logits in memory. Nothing that is
+    computed again counts, so these FLOPs over the peak's are the model FLOPs utilization.
     """
     tokens = config.batch_size * config.max_target_length
     share = config.num_experts_per_tok / config.num_experts
@@ -89,7 +92,7 @@ def model_flops(config: Config) -> float:
 
 
 class Bound(NamedTuple):
-    """Seconds of a step on one device, at the least."""
+    """The least seconds that a step takes on one device."""
 
     device: Device
     arithmetic: dict[str, float]  # by formats, "e4m3 x e4m3"
@@ -105,40 +108,40 @@ class Bound(NamedTuple):
 
 
 def bound(config: Config, on: Mapping[str, int]) -> Bound:
-    """The least time of a step of `config` on a mesh of these sizes."""
+    """Returns the least time of a step of `config` on a mesh of these sizes."""
     device = device_here() or DEVICES[0]
     return Bound(device, arithmetic(config, on, device), transfers(config, on, device))
 
 
 def arithmetic(config: Config, on: Mapping[str, int], device: Device) -> dict:
+    """Returns the least seconds that a device multiplies for, by the formats that are
+    multiplied."""
     ways, seconds_by_formats = math.prod(on.values()), {}
-    again = (
-        2 if config.remat_policy in ("full", "quantized") else 1
-    )  # the forward runs once more
     for row in build.coverage(config).rows:
         if not row.flops:
             continue
-        for formats, times in _matmuls(row, again):
+        for formats, times in _matmuls(row, memory.num_forwards(config)):
             name = " x ".join(formats)
             seconds = times * row.flops / ways / device.peak(formats)
             seconds_by_formats[name] = seconds_by_formats.get(name, 0.0) + seconds
     return seconds_by_formats
 
 
-def _matmuls(row: Row, again: int) -> list[tuple[tuple[str, str], int]]:
-    """Formats of the three matmuls of a step, and how often each runs."""
+def _matmuls(row: Row, forwards: int) -> list[tuple[tuple[str, str], int]]:
+    """Returns the formats of the three matmuls of a step, and how often each runs."""
     wide = ("bf16", "bf16")
-    return [(row.fwd or wide, again), (row.dlhs or wide, 1), (row.drhs or wide, 1)]
+    return [(row.fwd or wide, forwards), (row.dlhs or wide, 1), (row.drhs or wide, 1)]
 
 
 def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
-    """Seconds by what is sent; bytes that arrive at a device."""
+    """Returns the least seconds that a device waits for the bytes that arrive, by what is
+    sent."""
     wide = jnp.dtype(config.dtype).itemsize
-    weights = [memory.Weight(config, on, *x) for x in memory.weights_of(config)]
+    weights = memory.weights_on(config, on)
     whole = sum(w.here * on["fsdp"] * wide for w in weights if w.arriving)
     shared = sum(w.here * w.itemsize for w in weights if "expert" not in w.cut)
     needed = memory.model(config, on)
-    rest = lambda axis: (on[axis] - 1) / on[axis]  # of a gather, what is not here yet
+    rest = lambda axis: 1 - 1 / on[axis]  # the share that a gather has yet to send
     ways = math.prod(on[a] for a in meshes.BATCH)
     stream = (
         config.batch_size * config.max_target_length // ways * config.emb_dim * wide
@@ -147,14 +150,14 @@ def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
     sparse = (layers - config.first_num_dense_layers) * (config.num_experts > 1)
     token = (1 if config.expert_dispatch == "ring_fp8" else wide) / wide
     sent = {
-        # name: (mesh axis, bytes)
+        # what is sent: (mesh axis, bytes)
         "weights": ("fsdp", needed.gathered * rest("fsdp")),
         "gradients of weights": ("fsdp", whole * rest("fsdp")),
         "gradients, over data": ("data", 2 * needed.parameters * rest("data")),
         "gradients, over expert": ("expert", 2 * shared * rest("expert")),
-        # a sum after attention and after the MLP, in both directions
+        # One sum follows attention and one the MLP, in both directions.
         "activations, over tensor": ("tensor", 8 * layers * stream * rest("tensor")),
-        # tokens go to the experts and sums come back; the same for gradients
+        # Tokens go to the experts and sums come back, and so do their gradients.
         "tokens to experts": (
             "expert",
             sparse * stream * (on["expert"] - 1) * (token + 3),
@@ -168,14 +171,15 @@ def transfers(config: Config, on: Mapping[str, int], device: Device) -> dict:
 
 
 def _link(device: Device, on: Mapping[str, int], axis: str) -> float:
-    """Devices are numbered along the last mesh axis first: neighbours share a host."""
+    """Returns the bandwidth along a mesh axis. Devices are numbered along the last mesh
+    axis first, so neighbours share a host."""
     order = meshes.AXES
     span = math.prod(on[a] for a in order[order.index(axis) :])
     return device.inside if span <= HOST else device.outside
 
 
 def describe(config: Config, on: Mapping[str, int]) -> str:
-    """A table, for `midtread explain`."""
+    """Returns a table for `midtread explain`."""
     least = bound(config, on)
     rows = [["a step takes at least", "seconds"]]
     time = lambda s: f"{s:.3g} s" if s >= 1 else f"{1000 * s:.3g} ms"

@@ -18,7 +18,7 @@ from midtread.lm import mesh as meshes
 from midtread.lm.config import Config, UsageError
 from midtread.model.coverage import human
 
-# keys that need less, and what may be written for them
+# keys that save memory, and what to write for them
 HELP = [
     {"optimizer_states": "int8"},
     {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"},
@@ -26,7 +26,8 @@ HELP = [
 
 
 def bytes_here() -> int | None:
-    """Bytes that one of this machine's devices has for a run; None if it does not say."""
+    """Returns the bytes that one of this machine's devices has for a run, or None if it
+    does not say."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -37,7 +38,7 @@ def bytes_here() -> int | None:
 
 
 def _available() -> int:
-    """Bytes of memory that the system can still give."""
+    """Returns the bytes of memory that the system can still give."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":") for line in file)
@@ -50,7 +51,7 @@ def require_room(config: Config, limit: int | None = None) -> None:
     """Refuses a training run that needs more memory than its devices have.
 
     Args:
-        limit: bytes of a device; None: asks it.
+        limit: the bytes of a device; None asks the device.
     """
     limit = bytes_here() if limit is None else limit
     if not config.check_memory or limit is None:
@@ -66,16 +67,16 @@ def require_room(config: Config, limit: int | None = None) -> None:
 
 
 def _static(config: Config, on: Mapping[str, int]) -> int:
-    """Parameters, gradients and the optimizer: what is there whatever the batch is."""
-    here = weight_bytes = 0
-    for path, var in memory.weights_of(config):
-        w = memory.Weight(config, on, path, var)
-        here, weight_bytes = here + w.here, weight_bytes + w.here * w.itemsize
-    return 2 * weight_bytes + int(here * memory.optimizer_bytes(config))
+    """Returns the bytes of parameters, gradients and the optimizer, which do not depend on
+    the batch."""
+    weights = memory.weights_on(config, on)
+    parameters, moments = memory.parameters_and_moments(config, weights)
+    return 2 * parameters + moments
 
 
 def _at_most(config: Config, on: Mapping[str, int]) -> int:
-    """No fewer bytes than activations take: every array of a layer, four bytes each, kept."""
+    """Returns an upper bound of the bytes of activations: every array of a layer is kept,
+    at four bytes an element."""
     ways = math.prod(on[a] for a in meshes.BATCH)
     tokens = config.batch_size * config.max_target_length // ways
     heads = config.num_query_heads * max(
@@ -93,6 +94,7 @@ def _at_most(config: Config, on: Mapping[str, int]) -> int:
 
 
 def _refusal(config: Config, on: Mapping[str, int], need: int, limit: int) -> str:
+    """Says what a step needs, what the device has, and which keys would help."""
     moments = memory.optimizer_bytes(config)
     static = _static(config, on)
     size = lambda n: human(n, "B")
@@ -120,6 +122,7 @@ def _refusal(config: Config, on: Mapping[str, int], need: int, limit: int) -> st
 
 
 def _with(config: Config, on: Mapping[str, int], keys: dict[str, str]) -> int:
+    """Returns the bytes that do not depend on the batch, with some keys changed."""
     if all(getattr(config, k) == v for k, v in keys.items()):
         return _static(config, on)
     return _static(dataclasses.replace(config, **keys), on)

@@ -40,7 +40,7 @@ from midtread.model.rules import did_you_mean
 
 ORIGINAL = "original_max_position_embeddings"
 REQUIRED = {"factor": None, ORIGINAL: None}
-#  kind       its numbers; None: must be given
+#  kind       its numbers and their defaults; one without (None) must be given
 KINDS: dict[str, dict[str, Any]] = {
     "": {},
     "linear": {"factor": None},
@@ -66,17 +66,17 @@ LISTS = ("short_factor", "long_factor")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How positions turn queries and keys."""
+    """The rotary embedding of a model: how positions turn queries and keys."""
 
     base: float
     kind: str = ""
     numbers: tuple[tuple[str, Any], ...] = ()
-    share: float = 1.0  # of a head that is turned
-    is_interleaved: bool = False  # pairs are neighbours
-    is_long: bool = False  # longrope: rows are longer than pretraining's
+    share: float = 1.0  # the share of a head that is turned
+    is_interleaved: bool = False  # whether pairs are neighbours
+    is_long: bool = False  # longrope: whether rows are longer than pretraining's
 
     def frequencies(self, width: int) -> jax.Array:
-        """Radians per token of each pair."""
+        """Returns the radians per token of each pair."""
         half = width // 2
         w = self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
         if not self.kind:
@@ -93,10 +93,11 @@ class Rope:
     def rotate(
         self, x: jax.Array, positions: jax.Array, frequency: jax.Array | None = None
     ) -> jax.Array:
-        """x [B, T, heads, width]: pairs are turned, (i, i + width / 2) or neighbours.
+        """Turns the pairs of x [B, T, heads, width], (i, i + width / 2) or neighbours, by
+        their positions.
 
         Args:
-            frequency: in place of `frequencies`, for a layer that is told which to take.
+            frequency: used in place of `frequencies`, for layers that choose while they run.
         """
         turned = int(x.shape[-1] * self.share)
         x, rest = x[..., :turned], x[..., turned:]
@@ -110,7 +111,7 @@ class Rope:
         else:
             half = turned // 2
             a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-        # of neighbours too, halves come out: queries and keys alike, so products are the same
+        # Neighbours come out as halves too: in queries and keys alike, so products are the same.
         out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(
             x.dtype
         )
@@ -118,7 +119,7 @@ class Rope:
 
     @property
     def gain(self) -> float:
-        """Times cos and sin."""
+        """The factor of cos and sin."""
         numbers = dict(self.numbers)
         if numbers.get("attention_factor"):
             return numbers["attention_factor"]
@@ -129,7 +130,7 @@ class Rope:
 
     @property
     def logits_gain(self) -> float:
-        """Times the logits."""
+        """The factor of the logits."""
         return self._m("mscale_all_dim") ** 2
 
     def _m(self, name: str) -> float:
@@ -140,7 +141,8 @@ class Rope:
 
 
 def of(m: Model, local: bool = False) -> Rope:
-    """The one that a config asks for; `local`: in layers with a window."""
+    """Returns the rotary embedding that a config asks for; `local` is for layers with a
+    window."""
     pairs = (m.partial_rotary_factor, m.rope_interleave)
     if local and m.local_rope_max_timescale:
         return Rope(m.local_rope_max_timescale, "", (), *pairs)
@@ -167,6 +169,7 @@ def of(m: Model, local: bool = False) -> Rope:
 
 
 def _as_many(factors: tuple[float, ...], half: int) -> jax.Array:
+    """Returns the factors of a list as an array, refusing a list of another length."""
     require(
         len(factors) == half,
         f"rope_scaling has {len(factors)} factors in a list, but a head has {half} pairs.",
@@ -216,7 +219,7 @@ def _llama3(w, base, width, *, factor, low_freq_factor, high_freq_factor, **orig
 
 def _yarn(w, base, width, *, factor, beta_fast, beta_slow, truncate, **original):
     def pair(turns: float) -> float:
-        """Which pair turns that often in a text of the original length."""
+        """Returns which pair turns that often in a text of the original length."""
         tokens = original[ORIGINAL] / (turns * 2 * math.pi)
         return width * math.log(tokens) / (2 * math.log(base))
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-HELD_OUT = 20  # of so many documents the last is what a run is judged by
+HELD_OUT = 20  # the last of every so many documents is held out, to judge a run by
 Batch = dict[str, np.ndarray]  # inputs, targets, positions, segments, mask: [B, T]
 
 
 def row(tokens: np.ndarray, positions, segments, length: int) -> Batch:
-    """Of up to `length` + 1 tokens, padded."""
+    """Returns a row of up to `length` + 1 tokens, padded."""
     inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
     pad = lambda a: np.pad(a, (0, length - len(a))).astype(np.int32)
     return {
@@ -35,6 +35,7 @@ def row(tokens: np.ndarray, positions, segments, length: int) -> Batch:
 
 
 def stack(rows: Sequence[Batch]) -> Batch:
+    """Returns rows as one batch."""
     return {k: np.stack([r[k] for r in rows]) for k in rows[0]}
 
 
@@ -44,7 +45,7 @@ class Rows:
     def __init__(
         self, tokens: np.ndarray, starts: np.ndarray, length: int, packed: bool
     ):
-        """`tokens` of all documents, which begin at `starts`."""
+        """Takes the `tokens` of all documents, which begin at `starts`."""
         self.tokens, self.starts, self.length = tokens, starts, length
         if packed:
             first = np.arange(max((len(tokens) - 1) // length, 0)) * length

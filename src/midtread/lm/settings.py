@@ -21,26 +21,34 @@ from midtread.lm.config import (
     Quantization,
     Sharding,
     UsageError,
+    first_line,
     keys,
     kind,
     require,
 )
 from midtread.model.rules import did_you_mean
 
-TYPES = {"int", "float", "bool", "str", "null", "list"}  # what `kind` says of others
+TYPES = {
+    "int",
+    "float",
+    "bool",
+    "str",
+    "null",
+    "list",
+}  # what `kind` says of keys without named values
 SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 
 def shipped() -> list[str]:
-    """Names of the configs that come with the package."""
+    """Returns the names of the configs that come with the package."""
     return sorted(p.stem for p in SHIPPED.glob("*.yml") if p.stem != "base")
 
 
 def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config:
-    """`["file.yml", "steps=10"]` as a Config; the file is optional.
+    """Reads `["file.yml", "steps=10"]` as a Config; the file is optional.
 
     Args:
-        under: values in place of the defaults: those of a checkpoint.
+        under: values that replace the defaults, those of a checkpoint.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -66,14 +74,14 @@ def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config
         )
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise UsageError(str(error).splitlines()[0]) from None
+        raise UsageError(first_line(error)) from None
     return validate(values)
 
 
 def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
-    """`["runs/a", "runs/b", "seed=1"]`: each checkpoint, and its own config under the
-    words. How it was trained says nothing about how to serve it: a float checkpoint is
-    float unless the words say otherwise."""
+    """Reads `["runs/a", "runs/b", "seed=1"]` as checkpoints, each with its own config
+    changed by the words. A float checkpoint is served in float unless the words say
+    otherwise, however it was trained."""
     from midtread.lm import checkpoint, convert
 
     is_one = lambda w: pathlib.Path(w).is_dir() or w.endswith(huggingface.GGUF)
@@ -95,9 +103,8 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         is_published = file.suffix != ".yml"
         own = huggingface.keys_of(weights) if is_published else _file(str(file))
         tokenizer_copy = weights / pathlib.Path(own.get("tokenizer_path") or ".").name
-        if (
-            own.get("tokenizer_path") and tokenizer_copy.is_file()
-        ):  # wherever the run is now
+        # The run may have been moved, and its tokenizer with it.
+        if own.get("tokenizer_path") and tokenizer_copy.is_file():
             own["tokenizer_path"] = str(tokenizer_copy)
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
         dropped |= set(keys(Sharding))
@@ -110,7 +117,7 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
 
 
 def _kind_of_data(words: Sequence[str]) -> list[str]:
-    """dataset_type by how the files are called, where only dataset_path is given."""
+    """Guesses dataset_type by the names of the files, where only dataset_path is given."""
     given = dict(w.split("=", 1) for w in words if "=" in w)
     if "dataset_path" not in given or "dataset_type" in given:
         return []
@@ -120,7 +127,7 @@ def _kind_of_data(words: Sequence[str]) -> list[str]:
 
 
 def validate(values: Mapping[str, Any]) -> Config:
-    """Values as they come out of YAML, as a Config."""
+    """Turns values as they come out of YAML into a Config."""
     from pydantic import TypeAdapter, ValidationError
 
     known = keys()
@@ -137,6 +144,7 @@ def validate(values: Mapping[str, Any]) -> Config:
 
 
 def _first(error: Any, values: Mapping[str, Any]) -> str:
+    """Says the first error that pydantic found, in one line."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, UsageError):
         return str(cause)
@@ -152,6 +160,7 @@ def _first(error: Any, values: Mapping[str, Any]) -> str:
 
 
 def _unknown(name: str) -> str:
+    """Says that there is no such key, and which one may be meant."""
     known = keys()
     show = lambda n: f"{n!r} ({kind(n)}, now {known[n].default!r})"
     others = "`midtread train --help` lists all of them."
@@ -159,6 +168,7 @@ def _unknown(name: str) -> str:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Reads `key=value` words."""
     import yaml
 
     out: dict[str, Any] = {}
@@ -183,6 +193,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _file(name: str) -> dict[str, Any]:
+    """Reads a YAML file, or the shipped config of that name."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -213,28 +224,29 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a file, in the few words that YAML or the system has for it."""
+    """Returns the few words that YAML or the system has for what is wrong with a file."""
     said = [getattr(error, name, None) for name in ("problem", "reason", "strerror")]
-    return next((text for text in said if text), str(error).splitlines()[0])
+    return next((text for text in said if text), first_line(error))
 
 
 # --- writing ----------------------------------------------------------------------------------
 
 
 def save(config: Config, path: pathlib.Path) -> None:
-    """Every key and value, as a file that `load` takes."""
+    """Writes every key and value to a file that `load` takes."""
     import yaml
 
     path.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
 
 
 def _plain(config: Config) -> dict[str, Any]:
+    """Returns every key and value in types that YAML has."""
     values = {name: getattr(config, name) for name in keys()}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """The keys that differ from their defaults."""
+    """Returns the keys that differ from their defaults."""
     return {
         k: v
         for k, v in _plain(config).items()
@@ -243,7 +255,7 @@ def changed(config: Config) -> dict[str, Any]:
 
 
 def manual() -> str:
-    """configs/base.yml: every key with its default and meaning."""
+    """Returns the text of configs/base.yml: every key with its default and meaning."""
     lines = [
         "# Every key there is, at its default. Copy what you change into a file of your",
         "# own (`midtread train mine.yml`), or write it after the command (`steps=50`).",
@@ -265,7 +277,7 @@ def manual() -> str:
 
 
 def help_text() -> str:
-    """Every key, its default and its meaning, for the terminal."""
+    """Returns every key, its default and its meaning, for the terminal."""
     lines = []
     for part in SECTIONS:
         lines += ["", f"{part.__doc__}:"]

@@ -19,25 +19,26 @@ from midtread.lm import mesh as meshes
 
 
 def parts() -> int:
+    """Returns the number of parts of a batch in the current layout."""
     layout = meshes.current()
     return layout.split if layout else 1
 
 
 def cut(tree: Any, count: int) -> list[Any]:
-    """`tree` of arrays [B, ...] in `count` parts."""
+    """Cuts a `tree` of arrays [B, ...] into `count` parts."""
     take = lambda a, i: a.reshape(-1, count, *a.shape[1:])[:, i]
     keep = meshes.keep_rows
     return [jax.tree.map(lambda a, i=i: keep(take(a, i)), tree) for i in range(count)]
 
 
 def join(arrays: Sequence[jax.Array]) -> jax.Array:
-    """What was cut, in its old order."""
+    """Puts parts together again, in their old order."""
     together = jax.numpy.stack(arrays, axis=1)
     return meshes.keep_rows(together.reshape(-1, *arrays[0].shape[1:]))
 
 
 def staggered(run: Callable[[Any], Any], inputs: Sequence[Any]) -> list[Any]:
-    """run(x) of every x, each begun when the one before is done."""
+    """Returns run(x) of every x, each begun when the one before is done."""
     outputs, waiting = [], list(inputs)
     for i in range(len(waiting)):
         out = run(waiting[i])

@@ -35,6 +35,8 @@ from midtread.providers.delayed import (
 
 
 class State(NamedTuple):
+    """What a step changes."""
+
     step: jax.Array
     learned: nnx.State
     kept: nnx.State  # statistics of static ranges
@@ -43,7 +45,7 @@ class State(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A model taken apart."""
+    """A model taken apart, to be an argument of compiled functions."""
 
     graph: nnx.GraphDef
     learned: nnx.State
@@ -51,20 +53,22 @@ class Parts(NamedTuple):
     random: nnx.State
 
     def whole(self) -> Transformer:
+        """Returns the model put together again."""
         return nnx.merge(self.graph, self.learned, self.kept, self.random)
 
 
 def take_apart(model: nnx.Module) -> Parts:
+    """Takes a model apart."""
     graph, learned, random, kept = nnx.split(model, LEARNED, nnx.RngState, ...)
     return Parts(graph, learned, kept, random)
 
 
 def with_noise(random: nnx.State, key: jax.Array) -> nnx.State:
-    """Streams begun anew from `key`."""
+    """Begins random streams anew from `key`."""
 
     def renew(path, leaf):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jnp.zeros_like(leaf)  # counts
+            return jnp.zeros_like(leaf)  # counts begin at 0
         mine = jax.random.fold_in(key, _number(path))
         return jax.random.split(mine, leaf.shape) if leaf.ndim else mine
 
@@ -72,7 +76,7 @@ def with_noise(random: nnx.State, key: jax.Array) -> nnx.State:
 
 
 def _number(path: tuple) -> int:
-    """A number for a place in a tree, the same in every process."""
+    """Returns a number for a path in a tree, the same in every process."""
     text = jax.tree_util.keystr(path)
     return functools.reduce(lambda h, c: (h * 31 + ord(c)) % 2**31, text, 7)
 
@@ -81,7 +85,8 @@ def _number(path: tuple) -> int:
 
 
 def loss_sums(m: Model, z_weight: float, model: Transformer, batch: dict, total):
-    """The loss of a part of a batch of `total` tokens, and its cross entropy alone."""
+    """Returns the loss of a part of a batch of `total` tokens, and its cross entropy
+    alone."""
     mask = batch["mask"].astype(jnp.float32)
     goals = [Goal(batch["targets"], mask, total, z_weight)]
     same = jnp.roll(batch["segments"], -1, axis=1) == batch["segments"]
@@ -106,6 +111,7 @@ def loss_sums(m: Model, z_weight: float, model: Transformer, batch: dict, total)
 
 
 def schedule(t: Training) -> optax.Schedule:
+    """Returns the learning rate by step: a warm-up, then a cosine."""
     warmup = int(t.steps * t.warmup_steps_fraction)
     final = t.learning_rate * t.learning_rate_final_fraction
     return optax.warmup_cosine_decay_schedule(
@@ -118,7 +124,8 @@ def schedule(t: Training) -> optax.Schedule:
 
 
 def _decays(params: Any) -> Any:
-    """Matrices decay; norms and biases do not, though stacked ones look like matrices."""
+    """Returns which weights decay: matrices do; norms and biases do not, though stacked
+    ones look like matrices."""
     names = lambda path: {str(getattr(k, "key", "")) for k in path}
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not names(path) & {"scale", "routed_bias"}, params
@@ -126,7 +133,8 @@ def _decays(params: Any) -> Any:
 
 
 def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
-    """What `opt_type`, `optimizer_states` and `weight_rounding` ask for."""
+    """Returns the optimizer that `opt_type`, `optimizer_states` and `weight_rounding` ask
+    for."""
     betas = {"b1": t.adam_b1, "b2": t.adam_b2}
     if t.opt_type == "adafactor":
         del betas["b2"]
@@ -152,7 +160,7 @@ def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
 
 
 class Pruning(NamedTuple):
-    """N:M sparsity of some weights; the mask is chosen anew on a schedule."""
+    """N:M sparsity of some weights, whose masks are chosen anew on a schedule."""
 
     sparsity: Sparsity
     paths: tuple[str, ...]
@@ -177,7 +185,7 @@ def _by_path(tree: Any) -> dict[str, jax.Array]:
 
 
 def prune(learned: nnx.State, masks: dict[str, jax.Array]) -> nnx.State:
-    """Weights, or their gradients, zero where a mask says so."""
+    """Sets weights, or their gradients, to zero where a mask says so."""
     if not masks:
         return learned
     keep = lambda path, x: (
@@ -192,6 +200,7 @@ def initial(
     pruning: Pruning | None = None,
     layout: Layout | None = None,
 ) -> tuple[State, Parts]:
+    """Returns the state that a run begins with, and the model taken apart."""
     parts = take_apart(model)
     if layout is not None:
         parts = Parts(parts.graph, *(layout.place(x) for x in parts[1:]))
@@ -202,14 +211,14 @@ def initial(
 
 
 def _names(state: State) -> list[tuple | None]:
-    """The logical axes of every array: a mask has those of its weight."""
+    """Returns the logical axes of every array; a mask has those of its weight."""
     weights = dict(zip(_by_path(state.learned), names_of(state.learned)))
     others = names_of(state._replace(masks={}))
     return [*others, *(weights[path] for path in sorted(state.masks))]
 
 
 class Setup(NamedTuple):
-    """What a compiled step depends on besides its arguments; equal ones share it."""
+    """What a compiled step depends on besides its arguments; equal ones share a program."""
 
     m: Model
     t: Training
@@ -227,7 +236,8 @@ def make_step(
     pruning: Pruning | None = None,
     layout: Layout | None = None,
 ):
-    """`step(state, batch) -> state, metrics`, compiled; the old state is used up."""
+    """Returns `step(state, batch) -> state, metrics`, compiled; the old state is used
+    up."""
     setup = Setup(m, t, parts.graph, seed, pruning, layout)
     return lambda state, batch: run(setup, state, parts.random, batch)
 
@@ -236,7 +246,7 @@ def make_step(
 def run(
     setup: Setup, state: State, random: nnx.State, batch: dict
 ) -> tuple[State, dict]:
-    """One step."""
+    """Runs one step."""
     with using(setup.layout):
         state, metrics = _run(setup, state, random, batch)
     return (setup.layout.keep(state, _names(state)) if setup.layout else state), metrics
@@ -268,9 +278,13 @@ def _run(
 
 
 def _gradients(setup, random, key, learned, total, kept, batch):
+    """Returns the gradients of a part of a batch, the statistics after it, and its two
+    losses."""
+
     def loss_of(learned):
         noise = with_noise(random, jax.random.fold_in(key, batch["number"]))
-        here = jax.tree.map(lambda x: x, kept)  # variables of this trace
+        # New variables, which belong to this trace.
+        here = jax.tree.map(lambda x: x, kept)
         model = Parts(setup.graph, learned, here, noise).whole()
         loss, lm_loss = loss_sums(
             setup.m, setup.t.z_loss_multiplier, model, batch, total
@@ -282,7 +296,7 @@ def _gradients(setup, random, key, learned, total, kept, batch):
 
 
 def _in_parts(setup, gradients, zeros, kept, batch):
-    """The same, of a batch in parts, one after the other."""
+    """Returns the same for a batch in parts, one after the other."""
 
     def body(carry, part):
         grads, kept, losses = carry
@@ -296,13 +310,14 @@ def _in_parts(setup, gradients, zeros, kept, batch):
 
 
 def norm(grads: Any) -> jax.Array:
-    """Of the gradients of weights."""
+    """Returns the norm of the gradients of weights."""
     flat, _ = jax.tree_util.tree_flatten_with_path(grads)
     return optax.tree.norm([g for path, g in flat if not is_overwritten(path)])
 
 
 def make_eval(parts: Parts, layout: Layout | None = None):
-    """`evaluate(learned, kept, batch) -> sum of losses, number of tokens`, compiled."""
+    """Returns `evaluate(learned, kept, batch) -> sum of losses, number of tokens`,
+    compiled."""
     return lambda *a: _evaluate(parts.graph, layout, parts.random, *a)
 
 
@@ -319,5 +334,6 @@ def _evaluate(graph, layout, random, learned, kept, batch):
 
 
 def mean_loss(evaluate, learned, kept, batches) -> float:
+    """Returns the mean loss of a token over all batches."""
     sums = [evaluate(learned, kept, batch) for batch in batches]
     return float(sum(s for s, _ in sums) / sum(n for _, n in sums))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from midtread.lm import files
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config, UsageError, first_line, require
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row
 from midtread.lm.tokenizer import Tokenizer, need
 
@@ -62,8 +62,8 @@ def _tfds(config: Config) -> Any:
 
 
 def _line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = (lines or [type(error).__name__])[0][:200]
+    """Returns the first line of what an error says, as a sentence."""
+    text = first_line(error)[:200]
     return text if text.endswith(".") else f"{text}."
 
 
@@ -72,9 +72,9 @@ LIBRARIES = {"hf": _hf, "tfds": _tfds}
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Some of a library's texts, by number: a source for grain.
+    """The texts of a library, training or held-out ones, by number: a source for grain.
 
-    Of each run of `every` documents the last is held out.
+    The last of every `every` documents is held out.
     """
 
     records: Any
@@ -96,7 +96,7 @@ class Documents:
 
 
 def text_of(record: Any, field: str, where: str) -> str:
-    """The text of a record of named fields."""
+    """Returns the text of a record of named fields."""
     require(
         isinstance(record, Mapping), f"{where} has no fields: it is {record!r:.40}."
     )
@@ -113,7 +113,7 @@ def text_of(record: Any, field: str, where: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Rows of documents without end."""
+    """Rows of documents, without end."""
 
     documents: Documents
     codec: Tokenizer
@@ -121,7 +121,7 @@ class Stream:
     packed: bool
 
     def rows(self, seed: int) -> Any:
-        """A grain dataset of rows, in the order of `seed`."""
+        """Returns a grain dataset of rows, in the order of `seed`."""
         import grain
 
         if isinstance(self.documents.records, files.Groups):
@@ -140,6 +140,7 @@ class Stream:
         return strung.map(self._row)
 
     def tokens(self, text: str) -> np.ndarray:
+        """Returns the tokens of a document, with its end mark."""
         return np.append(self.codec.encode(text), self.codec.end).astype(np.int32)
 
     def _row(self, strung: dict[str, np.ndarray]) -> Batch:
@@ -149,7 +150,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A document as rows of its own."""
+    """Cuts a document into rows of its own."""
 
     length: int
 
@@ -161,7 +162,7 @@ class Cut:
 def splits(
     config: Config, codec: Tokenizer, records: Any
 ) -> tuple[Stream, Rows, dict[str, Any]]:
-    """What to train on, what to be judged by, and what both are."""
+    """Returns what to train on, what to be judged by, and facts that identify both."""
     require(
         len(records) >= HELD_OUT,
         f"dataset_type={config.dataset_type} has {len(records)} documents, and one of every "
@@ -197,13 +198,13 @@ def _is_files(records: Any) -> bool:
     return isinstance(records, files.Lines | files.Groups)
 
 
-GOLDEN = (
-    5**0.5 - 1
-) / 2  # multiples of it, modulo 1, lie evenly however many there are
+# Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def _spread(documents: Documents, stream: Stream, tokens: int) -> list[str]:
-    """Documents from everywhere until they have that many tokens, or there are no more."""
+    """Returns documents from everywhere until they have that many tokens, or there are no
+    more."""
     texts: dict[int, str] = {}
     count, size = len(documents), 0
     for i in range(4 * count):

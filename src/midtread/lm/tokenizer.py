@@ -31,7 +31,7 @@ from midtread.lm.config import Config, UsageError, require
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to numbers and back."""
+    """Turns text into numbers and back."""
 
     name: str
     size: int
@@ -39,12 +39,11 @@ class Tokenizer:
     encode: Any  # str -> sequence of int
     decode: Any  # sequence of int -> str
     digest: str = ""  # SHA-256 of its file
-    begin: tuple[int, ...] = ()  # before every text
-    ends: tuple[int, ...] = ()  # besides `end`, tokens after which a model says no more
+    begin: tuple[int, ...] = ()  # tokens that every text begins with
+    ends: tuple[int, ...] = ()  # further tokens that end what a model says
     chat: str = ""  # its template for conversations
-    marks: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # for the template
+    # The texts of its marks, which the template may use.
+    marks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -52,7 +51,7 @@ class Tokenizer:
         return (self.end, *self.ends)
 
     def asked(self, prompt: str) -> str:
-        """A prompt as the model's own template has it, ready to be answered.
+        """Returns a prompt in the model's own chat template, ready to be answered.
 
         Raises:
             UsageError: the template does not run.
@@ -81,7 +80,7 @@ class Tokenizer:
 
     @property
     def about(self) -> dict[str, str]:
-        """What a run keeps, to know it again."""
+        """The facts that a run keeps to recognize its tokenizer."""
         name_alone = {"tokenizer": self.name}
         return (
             {**name_alone, "tokenizer_sha256": self.digest}
@@ -121,9 +120,8 @@ def _huggingface(path: str) -> Tokenizer:
         f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}.",
     )
     encode = lambda text: inner.encode(text, add_special_tokens=False).ids
-    first = says.begin or tuple(
-        inner.encode("").ids[:1]
-    )  # of what is put around a text
+    # An empty text is encoded to what the tokenizer puts around every text.
+    first = says.begin or tuple(inner.encode("").ids[:1])
     more = tuple(i for i in says.ends if i != end and i < inner.get_vocab_size())
     return Tokenizer(
         path, inner.get_vocab_size(), end, encode, lambda ids: inner.decode(list(ids)),
@@ -141,6 +139,7 @@ class Beside(NamedTuple):
 
 
 def _beside(path: str) -> Beside:
+    """Reads the files beside a tokenizer.json, or the same facts from a .gguf file."""
     folder = pathlib.Path(path).parent
     if path.endswith(".gguf"):
         metadata = gguf.GGUF(path).metadata
@@ -158,7 +157,7 @@ def _beside(path: str) -> Beside:
         for name in ("generation_config.json", "config.json")
     ]
     chat = says.get("chat_template", "")
-    if isinstance(chat, list):  # several, by name
+    if isinstance(chat, list):  # several templates, by name
         named = [x for x in chat if isinstance(x, dict)]
         chat = next(
             (x.get("template") for x in named if x.get("name") == "default"), ""
@@ -170,12 +169,13 @@ def _beside(path: str) -> Beside:
 
 
 def _ids(given: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the token numbers among what files gave, each once."""
     flat = [i for x in given for i in (x if isinstance(x, list) else [x])]
     return tuple(dict.fromkeys(i for i in flat if type(i) is int))
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
-    """What a file says; {} if it is not there or is no object."""
+    """Returns what a JSON file says, or {} if it is not there or is no object."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -184,6 +184,7 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _gguf_marks(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the begin and end marks of a .gguf file."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     numbers = {k: metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos")}
     return {
@@ -194,6 +195,7 @@ def _gguf_marks(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _inside_gguf(path: str) -> str:
+    """Returns the tokenizer.json that a .gguf file amounts to."""
     from midtread.interop import gguf_tokenizer
 
     return json.dumps(gguf_tokenizer.tokenizer_json(gguf.GGUF(path).metadata, path))
@@ -219,6 +221,7 @@ TOKENIZERS = {
 
 
 def tokenizer(config: Config) -> Tokenizer:
+    """Returns the tokenizer that a config names."""
     path = config.tokenizer_path
     if config.tokenizer_type != "byte":
         require(os.path.isfile(path), f"tokenizer_path={path}: no such file.")
@@ -235,14 +238,15 @@ def tokenizer(config: Config) -> Tokenizer:
 
 
 def files_of_gguf(path: str) -> tuple[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json, as a .gguf file amounts to them."""
+    """Returns the tokenizer.json and tokenizer_config.json that a .gguf file amounts to."""
     says = _beside(path)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **says.marks}
     return _inside_gguf(path), {**about, "chat_template": says.chat or None}
 
 
 def digest_of(path: str) -> str:
-    """SHA-256 of a tokenizer: its file, or what a .gguf file has of it."""
+    """Returns the SHA-256 of a tokenizer: of its file, or of what a .gguf file has of
+    it."""
     is_gguf = path.endswith(".gguf")
     content = (
         _inside_gguf(path).encode() if is_gguf else pathlib.Path(path).read_bytes()
@@ -251,7 +255,7 @@ def digest_of(path: str) -> str:
 
 
 def need(module: str, what: str) -> Any:
-    """A package that not everyone has."""
+    """Imports a package that not everyone has."""
     try:
         return importlib.import_module(module)
     except ImportError:

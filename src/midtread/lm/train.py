@@ -60,10 +60,12 @@ FREE = {
     "scan_unroll",
     "check_memory",
 }  # fmt: skip
-MEMORY = 20  # steps that a mean is taken over to see whether a loss runs away
+MEMORY = 20  # steps of the means that show whether a loss runs away
 
 
 class Result(NamedTuple):
+    """What a run leaves."""
+
     folder: pathlib.Path
     eval_loss: float
     steps: int
@@ -75,11 +77,13 @@ class Diverged(UsageError):
 
 
 def folder_of(config: Config) -> pathlib.Path:
+    """Returns the folder of a run."""
     return pathlib.Path(config.base_output_directory) / config.run_name
 
 
 def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
-    """The run's folder: new, or one that this config may go on in, on the same data."""
+    """Returns the run's folder, refusing one that holds another run or a run on other
+    data."""
     folder = folder_of(config)
     config_file = folder / "config.yml"
     if config.overwrite and config_file.exists():
@@ -119,13 +123,13 @@ def _require_same_data(folder: pathlib.Path, about: dict[str, Any]) -> None:
 
 
 class Metrics:
-    """metrics.jsonl, and TensorBoard's files if asked for."""
+    """Writes metrics.jsonl, and TensorBoard's files if asked for."""
 
     def __init__(self, folder: pathlib.Path, first: int, tensorboard: bool):
         self.path = folder / "metrics.jsonl"
         self.lines: list[dict[str, Any]] = []
         self.file = self.board = None
-        if not processes.is_first():  # one process writes
+        if not processes.is_first():  # only the first process writes
             return
         self.lines = [x for x in read(self.path) if x["step"] < first]
         self.path.write_text("".join(json.dumps(x) + "\n" for x in self.lines))
@@ -154,7 +158,7 @@ class Metrics:
 
 
 def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
-    """Stops a run whose loss is lost."""
+    """Stops a run whose loss is not a number, or runs away."""
     where = lines[-1]["step"]
     losses = [x["loss"] for x in lines]
     kept = (
@@ -180,6 +184,7 @@ def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
 
 
 def describe(layout: Layout | None) -> str:
+    """Says how many devices a run has, in words that go before their name."""
     if layout is None:
         return ""
     axes = ", ".join(f"{axis} {n}" for axis, n in layout.sizes.items() if n > 1)
@@ -203,6 +208,7 @@ def check_start(config: Config) -> None:
 
 
 def start_model(config: Config, layout: Layout | None) -> nnx.Module:
+    """Returns the model that a run starts from, quantized as the config says."""
     model = models.create(section(config, Model), config.seed, layout)
     if config.load_parameters_path:
         state = nnx.state(model, nnx.Param)
@@ -217,9 +223,8 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     """Runs, or goes on with, the run that `config` describes."""
     terminal = terminal or Terminal(quiet=not processes.is_first())
     layout = layout_of(config)
-    coverage = build.coverage(
-        config
-    )  # refuses what cannot be, before anything is written
+    # This refuses what cannot be quantized, before anything is written.
+    coverage = build.coverage(config)
     check_start(config)
     room.require_room(config)
     splits = data.splits(config)
@@ -366,7 +371,7 @@ class Loop:
 
 
 def _from_json(state: Any) -> Any:
-    """Grain's state as it was: JSON has lists where it has tuples."""
+    """Turns lists into tuples: grain's state has tuples, and JSON has only lists."""
     if isinstance(state, dict):
         return {k: _from_json(v) for k, v in state.items()}
     return tuple(map(_from_json, state)) if isinstance(state, list) else state

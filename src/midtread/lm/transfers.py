@@ -22,8 +22,9 @@ class Gathered(NamedTuple):
     """A weight that is cut along fsdp, and what arrived of it in a step."""
 
     weight: str
-    shape: tuple[int, ...]  # on a device once gathered, one layer's
-    sent: tuple[str, ...]  # dtypes on the wire; none: multiplied where it lies
+    shape: tuple[int, ...]  # of one layer, on a device once gathered
+    # The dtypes that are sent; none if it is multiplied where it lies.
+    sent: tuple[str, ...]
     times: int
     nbytes: int
 
@@ -33,7 +34,8 @@ class Gathered(NamedTuple):
 
 
 def weights(config: Config, on: Mapping[str, int], text: str) -> list[Gathered]:
-    """Every weight that a mesh cuts along fsdp, in a step whose optimised HLO is `text`."""
+    """Returns every weight that a mesh cuts along fsdp, in a step whose optimised HLO is
+    `text`."""
     sent = [c for c in read(text).collectives if c.kind == "all-gather"]
     shapes = dict(_cut_along_fsdp(config, on))
     transfers_of: dict[str, list[Collective]] = {name: [] for name in shapes}
@@ -54,7 +56,8 @@ def weights(config: Config, on: Mapping[str, int], text: str) -> list[Gathered]:
 
 
 def _cut_along_fsdp(config: Config, on: Mapping[str, int]):
-    """(name, shape on a device once gathered) of each weight, without the layers."""
+    """Yields the name of each weight, and the shape of one layer of it on a device once
+    gathered."""
     for path, var in memory.weights_of(config):
         names, shape = var.get_metadata().get("out_sharding"), var.shape
         cut = meshes.spec(on, names, shape)
@@ -68,8 +71,9 @@ def _cut_along_fsdp(config: Config, on: Mapping[str, int]):
 
 
 def _whose(transfer: Collective, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The weight that a transfer is of: one of its size, whose shape may be turned or
-    folded, that has most of its name in the transfer's, and at least its module."""
+    """Returns the weight that a transfer belongs to: it has the same size, though its shape
+    may be transposed or folded, and shares most of its name with the transfer, at least its
+    module."""
     size = math.prod(transfer.dims)
     parts = set(re.split(r"[/()]", transfer.name))
     met = lambda name: sum(part in parts for part in name.split("/"))
@@ -81,7 +85,8 @@ def _whose(transfer: Collective, shapes: Mapping[str, tuple[int, ...]]) -> str |
 
 
 def describe(gathered: list[Gathered]) -> str:
-    """A table: a line for each weight that travels wide, one for all codes together."""
+    """Returns a table with a line for each weight that travels in the compute dtype, and
+    one for all codes together."""
     coded = [g for g in gathered if g.is_coded]
     rows = [["all-gathers of weights", "array", "sent as", "times", "bytes"]]
     if coded:
