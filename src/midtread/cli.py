@@ -203,6 +203,9 @@ def _bench(words: Sequence[str]) -> None:
 
 
 def _explain(words: Sequence[str]) -> None:
+    import contextlib
+
+    from midtread.kernels.environment import pretended
     from midtread.lm import attention, build, settings
     from midtread.lm import model as models
     from midtread.lm.config import Model, section
@@ -213,7 +216,9 @@ def _explain(words: Sequence[str]) -> None:
     print(f"quantization: {build.mode(config)}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
-    print(attention.describe(section(config, Model), config.batch_size))
+    device = options.get("device")
+    with pretended(device) if device else contextlib.nullcontext():
+        print(attention.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline
 

@@ -176,6 +176,14 @@ def test_explain_says_which(capsys):
     assert "cudnn: the device is" in said and "plain: logits of 1024 x 1024" in said
 
 
+def test_a_length_that_kernels_cannot_take_goes_to_the_next(capsys):
+    words = ["explain", "tiny", "max_target_length=100", "kernels=h200"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("attention: plain (decode: it is for one query")
+    assert "cudnn: 100 queries do not fill a block of 128" in said
+
+
 def test_a_wish_that_cannot_be_met_says_why(key):
     c = call(key, 256)
     with pytest.raises(UsageError, match="attention=cudnn cannot run: the device is"):

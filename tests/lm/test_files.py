@@ -1,5 +1,7 @@
 """Files of any size: records by number, orders that can be gone on with, bad files by name."""
 
+import dataclasses
+import gzip
 import json
 
 import numpy as np
@@ -93,6 +95,8 @@ BAD = {
     "binary.txt": (b"\x7fELF\0\0\1", "is not text: byte 4"),
     "cut.parquet": (b"PAR1....", "does not read as parquet"),
     "empty.parquet": (b"", "is empty"),
+    "gzip.jsonl": (gzip.compress(b'{"text": "a"}\n')[:20], "is compressed by gzip"),
+    "null.jsonl": (b'{"text": null}\n' * 40, "text_field=text None, which is not text"),
 }
 
 
@@ -106,5 +110,37 @@ def test_bad_files_are_refused_by_name(tmp_path, name, megabytes):
     made = settings.load(["tiny", *words, f"dataset_memory_mb={megabytes}"])
     with pytest.raises(UsageError) as error:
         data.splits(made)
-    assert name in str(error.value)
-    assert expected in str(error.value) or not megabytes or "does not read" in str(error.value)  # fmt: skip
+    assert name in str(error.value) and "\n" not in str(error.value)
+    is_line = megabytes and name == "cut.jsonl"  # read at once, line by line
+    expected = "line 2 does not read as JSON" if is_line else expected
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("megabytes", [0, 512])
+def test_a_damaged_row_group_is_named(folder, megabytes):
+    import pyarrow.parquet as pq
+
+    column = pq.read_metadata(folder / "a.parquet").row_group(0).column(1)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray((folder / "a.parquet").read_bytes())
+    content[begin : begin + 20] = b"\xff" * 20  # the end of the file still reads
+    (folder / "a.parquet").write_bytes(content)
+    damaged = config(folder, "parquet")
+    damaged = dataclasses.replace(damaged, dataset_memory_mb=megabytes)
+    with pytest.raises(UsageError, match="a.parquet.*does not read"):
+        batches = data.batches(data.splits(damaged).train, damaged)
+        for _ in range(100):
+            next(batches)
+
+
+def test_a_bad_line_among_good_ones_stops_a_run_by_name(folder):
+    lines = (folder / "a.jsonl").read_bytes().split(b"\n")
+    lines[10] = b'{"text": "never ended'
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    wrong = config(folder, "jsonl")
+    with pytest.raises(
+        UsageError, match=r"a.jsonl, the line at byte \d+, does not read"
+    ):
+        batches = data.batches(data.splits(wrong).train, wrong)
+        for _ in range(100):
+            next(batches)

@@ -31,6 +31,8 @@ def test_codes_are_a_byte_an_element():
     outs = of_a_layer([*DELAYED, "remat_policy=minimal"])
     assert outs == of_a_layer(["remat_policy=minimal"])  # no float32 sums among them
     assert codes < 0.6 * outs
+    anew = of_a_layer(["quantization=aqt_fp8", "remat_policy=quantized"])
+    assert anew == 2 * 64  # AQT's backward quantizes anew: the stream alone is kept
 
 
 @pytest.mark.parametrize("policy", ["minimal", "quantized"])

@@ -321,6 +321,11 @@ def test_moments_in_few_bits_go_on_bit_for_bit(tmp_path):
             ["opt_type=adafactor", "adam_b2=0.9"],
             "means nothing with opt_type=adafactor",
         ),
+        (
+            ["opt_type=adafactor", "adam_b1=0", "optimizer_states=int8"],
+            "which then has no moments",
+        ),
+        (["adam_b1=1"], "must be below 1"),
         (["optimizer_states=int5"], "it takes float32 | int8 | fp8 | int4"),
     ],
 )

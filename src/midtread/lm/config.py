@@ -25,9 +25,11 @@ def first_line(error: BaseException) -> str:
     return (lines or [type(error).__name__])[0]
 
 
-def key(default: Any, meaning: str, at_least=None, above=None, at_most=None) -> Any:
+def key(
+    default: Any, meaning: str, at_least=None, above=None, at_most=None, below=None
+) -> Any:
     """Declares a key: its default, what it means, and the numbers it may be."""
-    limits = {"at_least": at_least, "above": above, "at_most": at_most}
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {
         "meaning": meaning,
         **{k: v for k, v in limits.items() if v is not None},
@@ -315,8 +317,10 @@ class Training:
     weight_rounding: Literal["nearest", "stochastic"] = key(
         "nearest", "of a step in weight_dtype=bfloat16; stochastic: its mean is exact"
     )
-    adam_b1: float = key(0.9, "of first moments", at_least=0, at_most=1)
-    adam_b2: float = key(0.95, "of second moments (adamw), of lion's", at_least=0, at_most=1)  # fmt: skip
+    adam_b1: float = key(0.9, "of first moments", at_least=0, below=1)
+    adam_b2: float = key(
+        0.95, "of second moments (adamw), of lion's", at_least=0, below=1
+    )
     adam_weight_decay: float = key(0.1, "of matrices", at_least=0)
     gradient_clipping_threshold: float = key(1.0, "global norm; 0: off", at_least=0)
     z_loss_multiplier: float = key(
@@ -581,6 +585,7 @@ def check_limits(config: Any) -> None:
             ("at_least", lambda v, b: v >= b, "at least"),
             ("above", lambda v, b: v > b, "above"),
             ("at_most", lambda v, b: v <= b, "at most"),
+            ("below", lambda v, b: v < b, "below"),
         ):
             if bound in limits:
                 require(

@@ -127,10 +127,9 @@ def _parquet(config: Config) -> Documents:
 
     def records():
         for path in _paths(config, ".parquet"):
-            try:
+            files.require_not_empty(path)
+            with files.reading_parquet(path):
                 table = parquet.read_table(path)
-            except (ValueError, OSError):
-                raise UsageError(f"{path} does not read as parquet.") from None
             yield from table.to_pylist()
 
     return _rows_of(config, records(), config.dataset_path)

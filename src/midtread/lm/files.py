@@ -12,22 +12,31 @@ every row. What cannot be read is refused by name before anything is trained: a 
 empty, that ends within a line or a record, or whose bytes are not text.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config, UsageError, first_line, require
 from midtread.lm.tokenizer import need
 
 PIECE = 2**18  # bytes of a document that is cut from a large text
 CHUNK = 2**24  # bytes that are read in one go
 EPOCHS = 1000  # passes that `Shuffled` has an order for
+#  how a compressed file begins, and what compressed it
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -43,17 +52,42 @@ def require_text(path: pathlib.Path, content: bytes, start: int = 0) -> None:
     except UnicodeDecodeError as error:
         is_cut = error.reason == "unexpected end of data"
         wrong = zero if is_cut else error.start if zero < 0 else min(zero, error.start)
-    require(
-        wrong < 0,
+    if wrong < 0:
+        return
+    for beginning, program in COMPRESSED.items():
+        require(
+            start or not content.startswith(beginning),
+            f"{path} is compressed by {program}, and files are read as they are: unpack it, "
+            "and give what was inside.",
+        )
+    raise UsageError(
         f"{path} is not text: byte {start + wrong} of it is no UTF-8. Give text, or "
         "dataset_type=parquet for a parquet file.",
     )
 
 
-def require_ends(path: pathlib.Path) -> None:
-    """Refuses a file that is empty, or whose first or last bytes are not text."""
+def require_not_empty(path: pathlib.Path) -> None:
+    """Refuses a file of no bytes."""
     size = path.stat().st_size
     require(size, f"{path} is empty: remove it, or give another dataset_path.")
+
+
+@contextlib.contextmanager
+def reading_parquet(path: pathlib.Path) -> Iterator[None]:
+    """Turns what pyarrow says about a damaged file into one line that names it."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"{path} does not read as parquet, it may be cut off or damaged: "
+            f"{first_line(error)[:200].rstrip('.')}."
+        ) from None
+
+
+def require_ends(path: pathlib.Path) -> None:
+    """Refuses a file that is empty, or whose first or last bytes are not text."""
+    require_not_empty(path)
+    size = path.stat().st_size
     with path.open("rb") as file:
         require_text(path, file.read(2**16))
         start = max(size - 2**16, 0)
@@ -88,20 +122,29 @@ class Lines:
         """The number of the first record of each file."""
         return self.firsts[:-1] - np.arange(len(self.paths))
 
-    def __getitem__(self, number: Any) -> dict[str, Any]:
+    def _span(self, number: Any) -> tuple[pathlib.Path, int, int]:
+        """Returns the file of a record, where it begins and where it ends."""
         file = int(np.searchsorted(self.numbers, number, side="right")) - 1
         at = int(self.firsts[file] + number - self.numbers[file])
         begin, end = map(int, self.starts[at : at + 2])
-        with self.paths[file].open("rb") as handle:
-            handle.seek(begin)
-            content = handle.read(end - begin)
+        return self.paths[file], begin, end
+
+    def where(self, number: Any) -> str:
+        """Names a record, for messages."""
+        path, begin, _ = self._span(number)
+        return f"{path}, the line at byte {begin},"
+
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        path, begin, end = self._span(number)
+        with path.open("rb") as file:
+            file.seek(begin)
+            content = file.read(end - begin)
         if not self.is_json:
             return {"text": content.decode("utf-8", "replace")}
         try:
             return json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError):
-            where = f"{self.paths[file]}, the line at byte {begin}"
-            raise UsageError(f"{where}, does not read as JSON.") from None
+            raise UsageError(f"{self.where(number)} does not read as JSON.") from None
 
 
 def _line_starts(path: pathlib.Path) -> np.ndarray:
@@ -168,17 +211,28 @@ class Groups:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def __getitem__(self, number: Any) -> dict[str, Any]:
+    def _row(self, number: Any) -> tuple[int, int]:
+        """Returns the group of a row, and its number in it."""
         group = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return group, int(number - self.starts[group])
+
+    def where(self, number: Any) -> str:
+        """Names a row, for messages."""
+        group, row = self._row(number)
+        path, number = self.files[group]
+        return f"{path}, row {row} of row group {number},"
+
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        group, row = self._row(number)
         rows = _group(*self.files[group], self.column)
-        return {self.column: rows[int(number - self.starts[group])].as_py()}
+        return {self.column: rows[row].as_py()}
 
 
 @functools.lru_cache(maxsize=4)
 def _group(path: pathlib.Path, number: int, column: str) -> Any:
     """Reads one column of a row group; the last few are kept."""
     parquet = need("pyarrow.parquet", "dataset_type=parquet")
-    with parquet.ParquetFile(path) as file:
+    with reading_parquet(path), parquet.ParquetFile(path) as file:
         return file.read_row_group(number, columns=[column]).column(0)
 
 
@@ -186,12 +240,9 @@ def _groups(paths: Sequence[pathlib.Path], column: str) -> Groups:
     parquet = need("pyarrow.parquet", "dataset_type=parquet")
     files, sizes = [], [0]
     for path in paths:
-        require(path.stat().st_size, f"{path} is empty: remove it, or give another dataset_path.")  # fmt: skip
-        try:
-            with parquet.ParquetFile(path) as file:
-                about, names = file.metadata, file.schema_arrow.names
-        except (ValueError, OSError):
-            raise UsageError(f"{path} does not read as parquet: it may be cut off.") from None  # fmt: skip
+        require_not_empty(path)
+        with reading_parquet(path), parquet.ParquetFile(path) as file:
+            about, names = file.metadata, file.schema_arrow.names
         require(
             column in names,
             f"{path} has no field text_field={column}; it has {', '.join(names)}.",

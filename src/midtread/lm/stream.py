@@ -92,7 +92,10 @@ class Documents:
             place = number * self.every + self.every - 1
         else:
             place = number + number // (self.every - 1)
-        return text_of(self.records[place], self.field, f"record {place}")
+        record = self.records[place]
+        is_file = _is_files(self.records)
+        where = self.records.where(place) if is_file else f"record {place}"
+        return text_of(record, self.field, where)
 
 
 def text_of(record: Any, field: str, where: str) -> str:
@@ -105,7 +108,11 @@ def text_of(record: Any, field: str, where: str) -> str:
         f"{where} has no field text_field={field}; it has {', '.join(map(str, record))}.",
     )
     text = record[field]
-    return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+    require(
+        isinstance(text, str | bytes),
+        f"{where} has text_field={field} {text!r:.40}, which is not text.",
+    )
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
 
 
 # --- rows -------------------------------------------------------------------------------------
