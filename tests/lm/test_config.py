@@ -85,6 +85,25 @@ def test_what_is_wrong_is_said_in_one_line(case, capsys):
     assert expected in error
 
 
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        (["attention_type=mla"], "means nothing with attention_type=mla"),
+        (["layer_pattern=G"], "used by no layer with layer_pattern=G"),
+        (["mtp_num_layers=1"], "have no window"),
+        (["attention=cudnn"], "attention=cudnn cannot run: the device is"),
+    ],
+)
+def test_a_window_that_cannot_be_honoured_stops_a_run(
+    words, expected, tmp_path, capsys
+):
+    where = f"base_output_directory={tmp_path}/runs"
+    assert cli.main(["train", "tiny", "sliding_window_size=8", where, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert expected in error and not (tmp_path / "runs").exists()
+
+
 def test_a_broken_file_is_named(tmp_path, capsys):
     path = tmp_path / "broken.yml"
     for text, expected in (

@@ -273,6 +273,16 @@ class Model:
             "local_rope_max_timescale is for layers with a window: give "
             "sliding_window_size.",
         )
+        require(
+            not window or any(self.has_window),
+            f"sliding_window_size={window} is used by no layer with layer_pattern="
+            f"{pattern}: write an L in it, or drop one.",
+        )
+        require(
+            not window or not self.mtp_num_layers,
+            f"sliding_window_size={window} with mtp_num_layers={self.mtp_num_layers}: the "
+            "layers that predict further ahead have no window. Drop one.",
+        )
         if self.attention_type == "mla":
             plain = Model.__dataclass_fields__
             for name in NOT_MLA:
