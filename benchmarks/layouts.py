@@ -21,7 +21,9 @@ HEAD = """| whose | codes here | in | out: `format=` | kernel for the weight |
 
 def _kernel(qtype: str, has_zero: bool) -> str:
     """How few rows are multiplied by such weights on an NVIDIA GPU."""
-    return "yes" if qtype in weight_matmul.FORMATS and not has_zero else "decoded first"
+    if qtype in weight_matmul.HOPPER and not has_zero:
+        return "yes"
+    return "yes, not yet timed" if qtype in weight_matmul.TRITON else "decoded first"
 
 
 def _row(whose: str, qtype: str, out: list[str], has_zero: bool = False) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from midtread.kernels import triton_words
 from midtread.kernels.scaled_matmul import FLOAT8
-from midtread.kernels.weight_matmul import FORMATS as STORED
+from midtread.kernels.weight_matmul import HOPPER, TRITON
 from midtread.lm.cache import FORMATS as CACHE_FORMATS
 from midtread.numerics.formats import FORMATS, Format, dtype_bits
 
@@ -21,8 +21,10 @@ Made by `python benchmarks/matrix.py --write`; a test keeps it current.
 
 **kernel**: ours ([how](how-a-quantized-matmul-runs.md)). **XLA**: a matmul in this format,
 by XLA. **wider**: XLA multiplies in the type named, which holds every code exactly; fewer
-bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations; more
-than 64 rows have a kernel on Hopper, in bfloat16. Experts are `ragged_dot` with both
+bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations, up to 64
+rows; more rows have a kernel on Hopper, in bfloat16, for what is called "kernel" here. **not yet
+timed**: a Triton kernel whose numbers are checked without a GPU, and whose time is not yet
+measured; weights with zero points take it too. Experts are `ragged_dot` with both
 operands in the format, 64 rows a group or more; a KV cache is that of `midtread generate`,
 one token at a time.
 
@@ -32,8 +34,10 @@ one token at a time.
 
 
 def _weight_only(fmt: Format) -> str:
-    if fmt.name in STORED:
+    if fmt.name in HOPPER:
         return "kernel"
+    if fmt.name in TRITON:
+        return "kernel, not yet timed"
     return "decoded to the activations' type"
 
 

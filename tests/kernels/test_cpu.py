@@ -84,14 +84,17 @@ def test_formats_with_a_tile_of_their_own(key, taken, qtype, tile, stored):
 def test_every_code_decodes(name):
     """NaN and infinite codes too."""
     bits = np.arange(256, dtype=np.int8 if name == "int8" else np.uint8)
-    is_byte = decoding.num_planes(as_format(name)) == 1
+    width = 8 // decoding.num_planes(as_format(name))
+    is_byte, half = width == 8, 1 << width - 1
     bytes_ = bits.view(np.int8) * jnp.int8(1)
     planes = decoding.planes(bytes_, as_format(name), jnp.float32)
-    codes = bits if is_byte else np.stack([bits & 15, bits >> 4])
+    shifts = range(0, 8, width)
+    codes = bits if is_byte else np.stack([bits >> s & 2 * half - 1 for s in shifts])
     if is_byte:
         expected = codes.view(np.dtype(name)).astype(np.float32)
     else:
-        signed = (codes.astype(np.int8) ^ 8) - 8 if name == "int4" else codes
+        is_signed = name.startswith("int")
+        signed = (codes.astype(np.int8) ^ half) - half if is_signed else codes
         is_float = name.startswith("float")
         grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
         expected = np.concatenate([grid, -grid])[codes] if is_float else signed

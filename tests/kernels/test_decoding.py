@@ -63,7 +63,9 @@ INSTRUCTIONS = {
     "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
+    "or.b32": lambda a, b: a | b,
     "fma.rn.bf16x2": functools.partial(fma, dtype=jnp.bfloat16),
+    "fma.rn.f16x2": functools.partial(fma, dtype=np.float16),
     "cvt.f32.f16": cvt16,
     "cvt.rn.f16x2.e4m3x2": e4m3,
     "cvt.rn.bf16x2.f32": lambda high, low: packed([low, high], jnp.bfloat16),
@@ -102,7 +104,7 @@ def terms(code, scales):
 
 ENDS = 1.05e12, 4.2e-25  # of the scales that slopes have room for
 CASES = [
-    *itertools.product(("int4", "int8", "e4m3", "e5m2", "nf4"), [None]),
+    *itertools.product(("int4", "int8", "e4m3", "e5m2", "nf4", "int3", "int6"), [None]),
     *itertools.product(("int4", "int8"), [(0.0107, 3.3), ENDS]),
 ]
 

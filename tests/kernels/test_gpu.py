@@ -565,7 +565,7 @@ def test_triton_kernels_lower_for_cuda():
             fmt = as_format(name)
             planes = 8 // min(fmt.bits, 8)
             codes = SHAPE((4096, 512), jnp.int8 if planes > 1 else fmt.dtype)
-            scale = SHAPE((planes, 4096 // tile, 512), jnp.bfloat16) if tile else None
+            scale = SHAPE((4096 // tile, 512, planes), jnp.bfloat16) if tile else None
             blocks = triton_tuned.weight_blocks(fmt, rows, codes.shape, tile)
             run = functools.partial(weight_triton.weight_matmul, fmt=fmt, blocks=blocks)
             lower(run, SHAPE((rows, 4096), jnp.bfloat16), codes, scale)

@@ -255,7 +255,7 @@ def test_what_is_not_streamed_in_groups():
     w = mt.quantize(random(2, 2, 128, 256), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 64})  # fmt: skip
     a = matmul(floats(4, 128), w, GROUPED, sizes=sizes)
     assert reason(few_groups.plan_hopper(a, H200)) is None
-    assert "Hopper alone" in reason(few_groups.plan_triton(a, ADA))
+    assert "does not decode nf4" in reason(few_groups.plan_triton(a, ADA))
 
 
 def test_streamed_groups_fit():
@@ -375,14 +375,14 @@ def test_streamed_groups_lower_for_cuda(name, tile, rows):
 
 
 def test_kernels_that_read_words_lower_for_cuda():
-    for name in triton_words.FORMATS:
-        fmt = as_format(name)
+    containers = {as_format(name).dtype for name in triton_words.FORMATS}
+    for fmt in map(as_format, sorted(containers, key=str)):
         planes = triton_words.num_planes(fmt)
         blocks = triton_tuned.expert_blocks(fmt, 16, (4096, 7168 // planes), 128)
         run = functools.partial(triton_grouped.grouped_matmul, fmt=fmt, blocks=blocks)
         words = SHAPE((8, 4096, 7168 // planes), jnp.int16)
-        for tiles in (1, 32):
-            scale = SHAPE((planes, 8, tiles, 7168 // planes), jnp.float32)
+        for tiles in (1, 32) if fmt.bits == 8 else (32,):
+            scale = SHAPE((8, tiles, 7168 // planes, planes), jnp.float32)
             sizes = SHAPE((8,), jnp.int32)
             lower(run, SHAPE((128, 4096), jnp.bfloat16), words, scale, sizes)
     for name in ("int8", "e4m3", None):

@@ -10,6 +10,7 @@ import pytest
 from midtread.kernels import triton_words
 from midtread.numerics.formats import as_format
 
+LOP3 = {0x6A: lambda a, b, c: (a & b) ^ c, 0xEA: lambda a, b, c: (a & b) | c}
 FLOAT8 = {"e4m3x2": jnp.float8_e4m3fn, "e5m2x2": jnp.float8_e5m2}
 
 
@@ -36,9 +37,11 @@ def convert(x, kind):
 OPS = {
     "mov.b32": lambda a: a,
     "xor.b32": lambda a, b: a ^ b,
+    "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
     "prmt.b32": pick,
-    "lop3.b32": lambda a, b, c, table: (a & b) ^ c,  # 0x6a, the only one in use
+    "lop3.b32": lambda a, b, c, table: LOP3[int(table[0])](a, b, c),
     "sub.f16x2": lambda a, b: whole(halves(a) - halves(b)),
     "fma.rn.f16x2": lambda a, b, c: whole(
         halves(a).astype(np.float64) * halves(b) + halves(c)

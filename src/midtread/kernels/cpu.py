@@ -36,7 +36,13 @@ from jax import lax
 from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import WeightMatmul, is_static, rows, stored
+from midtread.kernels.layout import (
+    WeightMatmul,
+    is_static,
+    rows,
+    stored,
+    why_not_zero,
+)
 from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
@@ -62,7 +68,7 @@ class Blocks(NamedTuple):
     fmt: Format
 
     def run(self, a: WeightMatmul) -> jax.Array:
-        x_MK, codes, inner, last = a.arrays()
+        x_MK, codes, inner, last, _ = a.arrays()
         inner = None if inner is None else inner.astype(jnp.float32)
         how = {"summed": a.weight.summed, "precision": a.matmul.precision}
         out = dot(x_MK, codes, inner, fmt=self.fmt, **how)
@@ -74,6 +80,9 @@ def plan(a: WeightMatmul, env: Env) -> Blocks | Refusal:
     (x, w), found = a.sides, a.weight
     if not is_local(x, w.qvalue, w.scale):
         return Refusal("its operands are laid out over a mesh")
+    reason = why_not_zero(w)
+    if reason is not None:
+        return Refusal(reason)
     if not supports(w.format, found.shape, found.num_rows, found.counts):
         what = f"{found.num_rows} rows by {w.format.name} {found.shape}"
         return Refusal(f"{what} gain nothing by it")
@@ -90,7 +99,7 @@ def supports(
 
     >>> supports(formats.as_format("int4"), (4096, 4096), rows=1)
     True
-    >>> supports(formats.as_format("int2"), (4096, 4096), rows=1)
+    >>> supports(formats.as_format("fp6"), (4096, 4096), rows=1)
     False
 
     Args:

@@ -6,11 +6,13 @@ them. Adding a format is adding a row; a kernel takes every format whose row fil
 
     plain     bytes -> values in plain JAX, on a CPU and where a kernel is interpreted
     words     PTX for Triton: two 16-bit words -> two float16, one plane of codes at a time
-    nibbles   PTX for Triton: four bytes -> four 16-bit floats, the low or the high codes
+    bytes     PTX for Triton: four bytes -> four 16-bit floats, one plane of codes at a time;
+              or CAST, where Triton itself casts a code of 8 bits
     rows      PTX for Hopper: 16 bits of two rows -> two columns of bfloat16 pairs
 
 A plane is one array of values for each code that a byte or a word holds, in order of memory.
-A format that is looked up has one more row, for tables of 16 entries.
+Formats that are looked up have two more rows, for tables of 16 entries in codes of 4 bits, and of
+2 or 4 entries in codes of 2 bits.
 """
 
 import dataclasses
@@ -37,6 +39,15 @@ def _signed_nibbles(p):
 def _nibbles(p):
     u = _unsigned(p)
     return u & 15, u >> 4
+
+
+def _signed_crumbs(p):
+    return tuple((p << 6 - shift) >> 6 for shift in (0, 2, 4, 6))
+
+
+def _crumbs(p):
+    u = _unsigned(p)
+    return tuple(u >> shift & 3 for shift in (0, 2, 4, 6))
 
 
 def _float16(bits, unit):
@@ -73,20 +84,32 @@ def look_up(u, table):
 # Each turns two words, $1, into the float16 values of one plane, $0. A code in the low bits
 # of 1024 is 1024 + code: what was added is subtracted again. Signed codes have their sign
 # bit flipped, which adds half of their range.
-_WORDS_INT8 = """
+_WORDS_BYTES = """
     .reg .b32 p, off;
-    mov.b32 off, 0x64806480;
-    xor.b32 p, $1, 0x80808080;
+    mov.b32 off, {off};
+    xor.b32 p, $1, {flip};
     prmt.b32 p, p, 0x64646464, {bytes};
     sub.f16x2 $0, p, off;
 """
-_WORDS_INT4 = """
+_WORDS_PACKED = """
     .reg .b32 p, one, off;
     mov.b32 one, {one}; mov.b32 off, {off};
     shr.u32 p, $1, {shift};
     lop3.b32 p, p, {mask}, {magic}, 0x6a;
     fma.rn.f16x2 $0, p, one, off;
 """  # lop3 0x6a: (p & mask) ^ magic
+# A code is a sign, two bits of exponent and one of mantissa. Put where float16 has them it is
+# its value times 2^-14, subnormals included.
+_WORDS_E2M1 = """
+    .reg .b32 p, q, one, off;
+    mov.b32 one, 0x74007400; mov.b32 off, 0x80008000;
+    shr.u32 p, $1, {shift};
+    shl.b32 q, p, 12;
+    shl.b32 p, p, 9;
+    and.b32 q, q, 0x80008000;
+    lop3.b32 p, p, 0x0e000e00, q, 0xea;
+    fma.rn.f16x2 $0, p, one, off;
+"""  # lop3 0xea: (p & mask) | q
 _WORDS_FLOAT8 = """
     .reg .b32 p;
     .reg .b16 low, high;
@@ -95,20 +118,44 @@ _WORDS_FLOAT8 = """
     cvt.rn.f16x2.{kind} $0, low;
 """
 _WORD_BYTES = ("0x4240", "0x4341")
-_WORD_NIBBLES = {  # of a byte: mask, 1024 + half the range, scale, what to subtract
-    0: ("0x000f000f", "0x64086408", "0x3c003c00", "0xe408e408"),
-    1: ("0x00f000f0", "0x64806480", "0x2c002c00", "0xd480d480"),
-}
 
 
-def _int8_words(plane: int) -> str:
-    return _WORDS_INT8.format(bytes=_WORD_BYTES[plane])
+def _twice(word: int) -> str:
+    """A 16-bit number in both halves of a register."""
+    return f"0x{word << 16 | word:08x}"
 
 
-def _int4_words(plane: int) -> str:
-    mask, magic, one, off = _WORD_NIBBLES[plane % 2]
-    shift = 8 * (plane // 2)
-    return _WORDS_INT4.format(mask=mask, magic=magic, one=one, off=off, shift=shift)
+def _f16(value: float) -> str:
+    return _twice(int(np.float16(value).view(np.uint16)))
+
+
+def _byte_words(is_signed: bool) -> Callable[[int], str]:
+    half = 128 if is_signed else 0
+    how = {"off": _f16(1024 + half), "flip": _twice(half << 8 | half)}
+    return lambda plane: _WORDS_BYTES.format(bytes=_WORD_BYTES[plane], **how)
+
+
+def _packed_words(bits: int, is_signed: bool) -> Callable[[int], str]:
+    """Codes of an upper nibble stay there, in units of 16, and are multiplied down."""
+
+    def text(plane: int) -> str:
+        byte, place = divmod(plane * bits, 8)
+        unit = 16 if place >= 4 else 1
+        shift, half = 8 * byte + place - (4 if unit > 1 else 0), 1 << bits - 1
+        flipped = half * unit * is_signed
+        return _WORDS_PACKED.format(
+            shift=shift,
+            mask=_twice((2 * half - 1) * unit),
+            magic=_twice(0x6400 | flipped),
+            one=_f16(1 / unit),
+            off=_f16(-(1024 + flipped) / unit),
+        )
+
+    return text
+
+
+def _e2m1_words(plane: int) -> str:
+    return _WORDS_E2M1.format(shift=4 * plane)
 
 
 def _float8_words(kind: str) -> Callable[[int], str]:
@@ -118,30 +165,47 @@ def _float8_words(kind: str) -> Callable[[int], str]:
 
 # --- PTX for Triton, by bytes -----------------------------------------------------------------
 
-# Four bytes in $2, the low or high nibble of each to two pairs of 16-bit floats, $0 and $1.
-_NIBBLES_INT4 = """
+# Four bytes in $2, the code of each at `shift` to two pairs of 16-bit floats, $0 and $1.
+_BYTES_PACKED = """
     .reg .b32 p, a, b, one, off;
     mov.b32 one, {one}; mov.b32 off, {off};
     shr.u32 p, $2, {shift};
     prmt.b32 a, p, 0, 0x4140;
     prmt.b32 b, p, 0, 0x4342;
-    lop3.b32 a, a, 0x000f000f, {magic}, 0x6a;
-    lop3.b32 b, b, 0x000f000f, {magic}, 0x6a;
+    lop3.b32 a, a, {mask}, {magic}, 0x6a;
+    lop3.b32 b, b, {mask}, {magic}, 0x6a;
     fma.rn.{kind} $0, a, one, off;
     fma.rn.{kind} $1, b, one, off;
 """  # lop3 0x6a: (a & mask) ^ magic
-# A nibble u in the low mantissa bits of 128 (bfloat16) or 1024 (float16) is 128 + u: the
-# offset is subtracted again. Signed codes flip their sign bit, which adds 8.
-_NIBBLES = {
-    "bfloat16": ("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308"),
-    "float16": ("f16x2", "0x3c003c00", "0xe408e408", "0x64086408"),
-}
+# A code u in the low mantissa bits of 128 (bfloat16) or 1024 (float16) is 128 + u: the
+# offset is subtracted again. Signed codes flip their sign bit, which adds half their range.
+_BASES = {"bfloat16": ("bf16x2", 128.0), "float16": ("f16x2", 1024.0)}
 
-# The same by a table of 16 values: their low bytes in l0 .. l3, their high bytes in h0 .. h3.
-_NIBBLES_TABLE = """
+# e2m1 as above: in bfloat16, times 2^-126, and in float16, times 2^-14.
+_BYTES_E2M1 = """
+    .reg .b32 p, a, b, c, d, one, off;
+    mov.b32 one, {one}; mov.b32 off, 0x80008000;
+    shr.u32 p, $2, {shift};
+    prmt.b32 a, p, 0, 0x4140;
+    prmt.b32 b, p, 0, 0x4342;
+    shl.b32 c, a, 12;
+    shl.b32 d, b, 12;
+    shl.b32 a, a, {exponent};
+    shl.b32 b, b, {exponent};
+    and.b32 c, c, 0x80008000;
+    and.b32 d, d, 0x80008000;
+    lop3.b32 a, a, {mask}, c, 0xea;
+    lop3.b32 b, b, {mask}, d, 0xea;
+    fma.rn.{kind} $0, a, one, off;
+    fma.rn.{kind} $1, b, one, off;
+"""  # lop3 0xea: (a & mask) | c
+_E2M1_PLACES = {"bfloat16": (6, 2.0**126), "float16": (9, 2.0**14)}  # exponent, unit
+
+# By a table of up to 16 values: their low bytes are in l0 .. l3, their high bytes in h0 .. h3.
+_BYTES_TABLE = """
     .reg .b32 s, t, m, x, y, l, h;
     shr.u32 s, $2, {shift};
-    and.b32 s, s, 0x0f0f0f0f;
+    and.b32 s, s, {mask};
     shr.u32 t, s, 4;
     or.b32 t, s, t;
     prmt.b32 t, t, 0, 0x4420;
@@ -174,20 +238,52 @@ _BYTES_INT8 = """
 """
 
 
-def _int4_nibbles(fmt: Format, dtype: np.dtype, shift: int) -> str:
-    kind, one, off, magic = _NIBBLES[dtype.name]
-    return _NIBBLES_INT4.format(kind=kind, one=one, off=off, magic=magic, shift=shift)
+def _bits16(value: float, dtype: np.dtype) -> int:
+    return int(np.asarray(value, np.float32).astype(dtype).view(np.uint16))
 
 
-def _table_nibbles(fmt: Format, dtype: np.dtype, shift: int) -> str:
-    bits = np.asarray(fmt.table, np.float32).astype(dtype).view(np.uint16)
+def _packed_bytes(bits: int, is_signed: bool) -> Callable:
+    half = 1 << bits - 1
+
+    def text(fmt: Format, dtype: np.dtype, shift: int) -> str:
+        kind, base = _BASES[dtype.name]
+        start = base + half * is_signed
+        return _BYTES_PACKED.format(
+            kind=kind,
+            shift=shift,
+            mask=_twice(2 * half - 1),
+            magic=_twice(_bits16(start, dtype)),
+            one=_twice(_bits16(1, dtype)),
+            off=_twice(_bits16(-start, dtype)),
+        )
+
+    return text
+
+
+def _e2m1_bytes(fmt: Format, dtype: np.dtype, shift: int) -> str:
+    exponent, unit = _E2M1_PLACES[dtype.name]
+    return _BYTES_E2M1.format(
+        kind=_BASES[dtype.name][0],
+        shift=shift,
+        exponent=exponent,
+        mask=_twice(7 << exponent),
+        one=_twice(_bits16(unit, dtype)),
+    )
+
+
+def _table_bytes(fmt: Format, dtype: np.dtype, shift: int) -> str:
+    assert fmt.table is not None
+    values = np.resize(np.asarray(fmt.table, np.float32), 16)  # a smaller one, repeated
+    bits = values.astype(dtype).view(np.uint16)
     parts = {"l": (bits & 255).astype(np.uint8), "h": (bits >> 8).astype(np.uint8)}
     words = {
         f"{k}{i}": w for k, v in parts.items() for i, w in enumerate(v.view("<u4"))
     }
     regs = f".reg .b32 {', '.join(words)};"
     load = "".join(f"mov.b32 {name}, 0x{word:08x};" for name, word in words.items())
-    return regs + load + _NIBBLES_TABLE.format(shift=shift)
+    mask = (1 << dtype_bits(fmt.dtype)) - 1
+    mask = _twice(mask << 8 | mask)
+    return regs + load + _BYTES_TABLE.format(shift=shift, mask=mask)
 
 
 # --- PTX for Hopper, by two rows; hopper/decoding.py says what $0 to $6 are -------------------
@@ -264,26 +360,36 @@ class Decoder:
 
     plain: Callable  # bytes in int8 -> a tuple of planes
     words: Callable[[int], str] | None = None  # the number of a plane -> PTX
-    nibbles: Callable[[Format, np.dtype, int], str] | None = None  # dtype, shift -> PTX
+    bytes: Callable[[Format, np.dtype, int], str] | str | None = None  # dtype, shift -> PTX, or CAST  # fmt: skip
     floats: str | None = None  # PTX for Triton: four bytes -> four float32
     rows: str | None = None
     units: tuple[int, ...] = ()  # what an integer's lowest bit is worth in $0, $1
 
 
-TABLE_OF_16 = "a table of 16"
+CAST = "cast"
+TABLE_OF_16, TABLE_OF_4 = "a table of 16", "a table of 4"
 DECODERS = {
     "int8": Decoder(
-        lambda p: (p,), _int8_words, floats=_BYTES_INT8, rows=_ROWS_INT8, units=(1, 1)
+        lambda p: (p,), _byte_words(True), CAST, _BYTES_INT8, _ROWS_INT8, (1, 1)
     ),
-    "float8_e4m3fn": Decoder(lambda p: (_e4m3(p),), _float8_words("e4m3x2"), rows=_ROWS_E4M3),
-    "float8_e5m2": Decoder(lambda p: (_e5m2(p),), _float8_words("e5m2x2"), rows=_ROWS_E5M2),
+    "float8_e4m3fn": Decoder(
+        lambda p: (_e4m3(p),), _float8_words("e4m3x2"), CAST, rows=_ROWS_E4M3
+    ),
+    "float8_e5m2": Decoder(
+        lambda p: (_e5m2(p),), _float8_words("e5m2x2"), CAST, rows=_ROWS_E5M2
+    ),
     "int4": Decoder(
-        _signed_nibbles, _int4_words, _int4_nibbles, rows=_ROWS_INT4, units=(1, 16)
+        _signed_nibbles, _packed_words(4, True), _packed_bytes(4, True), rows=_ROWS_INT4, units=(1, 16)
     ),
-    TABLE_OF_16: Decoder(_nibbles, nibbles=_table_nibbles, rows=_ROWS_TABLE),
-    "uint8": Decoder(lambda p: (_unsigned(p),)),
-    "uint4": Decoder(_nibbles),
-    "float4_e2m1fn": Decoder(lambda p: tuple(map(_e2m1, _nibbles(p)))),
+    TABLE_OF_16: Decoder(_nibbles, bytes=_table_bytes, rows=_ROWS_TABLE),
+    "uint8": Decoder(lambda p: (_unsigned(p),), _byte_words(False), CAST),
+    "uint4": Decoder(_nibbles, _packed_words(4, False), _packed_bytes(4, False)),
+    "float4_e2m1fn": Decoder(
+        lambda p: tuple(map(_e2m1, _nibbles(p))), _e2m1_words, _e2m1_bytes
+    ),
+    "int2": Decoder(_signed_crumbs, _packed_words(2, True), _packed_bytes(2, True)),
+    "uint2": Decoder(_crumbs, _packed_words(2, False), _packed_bytes(2, False)),
+    TABLE_OF_4: Decoder(_crumbs, bytes=_table_bytes),
 }  # fmt: skip
 
 
@@ -291,24 +397,20 @@ def decoder(fmt: Format) -> Decoder | None:
     """The row that decodes a format; None if there is none."""
     if fmt.table is None:
         return DECODERS.get(fmt.dtype.name)
-    return DECODERS[TABLE_OF_16] if len(fmt.table) == 16 else None
+    tables = {(4, 16): TABLE_OF_16, (2, 2): TABLE_OF_4, (2, 4): TABLE_OF_4}
+    return DECODERS.get(tables.get((dtype_bits(fmt.dtype), len(fmt.table)), ""))
 
 
 def formats(kind: str) -> tuple[str, ...]:
-    """The formats that a kind of kernel takes: those whose row fills this column, and that
-    ask for no tile and no rounding of scales.
+    """The formats that a kind of kernel takes: those whose row fills this column.
 
-    >>> formats("rows")
-    ('int8', 'float8_e4m3fn', 'float8_e5m2', 'int4', 'nf4')
+    >>> [name for name in formats("words") if name.startswith("uint")]
+    ['uint8', 'uint4', 'uint2']
     """
     rows = [row for row in DECODERS.values() if getattr(row, kind) is not None]
     return tuple(
-        fmt.name
-        for row in rows
-        for fmt in FORMATS.values()
-        if decoder(fmt) is row
-        and not (fmt.tile or fmt.scale or fmt.is_emulated)
-    )  # fmt: skip
+        fmt.name for row in rows for fmt in FORMATS.values() if decoder(fmt) is row
+    )
 
 
 def num_planes(fmt: Format) -> int:

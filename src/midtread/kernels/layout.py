@@ -300,12 +300,22 @@ class Weight(NamedTuple):
         return None if self.counts[0] == 1 else self.shape[0] // self.counts[0]
 
 
+def part_extents(w: QArray) -> tuple[int, ...]:
+    """Of an array over which the scale and the zero point both vary by whole tiles."""
+    if w.zero_point is None:
+        return w.scale.shape
+    return tuple(map(math.lcm, w.scale.shape, w.zero_point.shape))
+
+
+def why_not_zero(w: QArray) -> str | None:
+    """Why a kernel without zero points does not take this weight."""
+    return None if w.zero_point is None else "its weight has a zero point"
+
+
 def why_not_weight(x: Any, w: Any) -> str | None:
     """Why these are not codes and scales alone, against a float array."""
     if isinstance(x, QArray) or not isinstance(w, QArray) or not is_wide(x.dtype):
         return "it is not a matmul of floats by codes"
-    if w.zero_point is not None:
-        return "its weight has a zero point"
     if w.pre_scale is not None:
         return "its weight has a factor along the sum"
     if np.dtype(np.float64) in (x.dtype, w.scale.dtype):
@@ -360,8 +370,18 @@ class WeightArrays(NamedTuple):
 
     x_MK: jax.Array
     codes: jax.Array  # [R, C]
-    inner: jax.Array | None  # the scale within the sum, as `Weight.counts`; or
-    last: jax.Array | None  # that of columns, after it
+    inner: jax.Array | None  # the scale within the sum, as `Weight.counts`
+    last: jax.Array | None  # the scale after it, of columns or of everything
+    zero: jax.Array | None = (
+        None  # subtracted from codes, over what `inner` or `last` is
+    )
+
+    @property
+    def scale_within(self) -> jax.Array | None:
+        """The whole scale within the sum, for a kernel that applies one alone."""
+        if self.inner is None or self.last is None:
+            return self.inner
+        return self.inner.astype(jnp.float32) * self.last.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -389,23 +409,33 @@ class WeightMatmul:
     def arrays(self) -> WeightArrays:
         """The operands as matrices."""
         (x, w), found = self.sides, self.weight
-        x_MK = rows(x, found.x_summed)
-        scale, shape = w.scale, w.qvalue.shape
+        x_MK, codes = rows(x, found.x_summed), w.qvalue.reshape(found.shape)
+        scale, last = w.scale, None
         if w.global_scale is not None:
-            scale = scale.astype(jnp.float32) * w.global_scale.astype(jnp.float32)
-        inner = last = None
+            factor = w.global_scale.astype(jnp.float32)
+            if found.has_inner and factor.size == 1:
+                last = factor.reshape(1)
+            else:
+                scale = scale.astype(jnp.float32) * factor
+        zero = None if w.zero_point is None else self._over_columns(w.zero_point)
+        scale = self._over_columns(scale)
         if found.has_inner:
-            full = list(scale.shape)
+            return WeightArrays(x_MK, codes, scale, last, zero)
+        return WeightArrays(x_MK, codes, None, scale, zero)
+
+    def _over_columns(self, part: jax.Array) -> jax.Array:
+        """A scale or zero point over groups of the sum and columns, or over columns."""
+        w, found = self.sides[1], self.weight
+        shape, full = w.qvalue.shape, list(part_extents(w))
+        if not found.has_inner:
+            counts = [part.shape[axis] for axis in found.w_kept]
+            extents = [shape[axis] for axis in found.w_kept]
+            return views.expand(part.reshape(counts), extents).reshape(-1)
+        if any(full[axis] != 1 for axis in found.w_kept):
             for axis in found.w_kept:
                 full[axis] = shape[axis]
-            if any(scale.shape[axis] != 1 for axis in found.w_kept):
-                scale = views.expand(scale, full)
-            inner = scale.reshape(found.counts)
-        else:
-            counts = [scale.shape[axis] for axis in found.w_kept]
-            extents = [shape[axis] for axis in found.w_kept]
-            last = views.expand(scale.reshape(counts), extents).reshape(-1)
-        return WeightArrays(x_MK, w.qvalue.reshape(found.shape), inner, last)
+        part = part if part.shape == tuple(full) else views.expand(part, full)
+        return part.reshape(found.counts)
 
     def result(self, out: jax.Array) -> jax.Array:
         """[M, N] as an array with the axes of the result."""
@@ -426,6 +456,6 @@ def weight_matmul(a: Matmul) -> WeightMatmul | str:
         return reason
     if not is_static(x, w.qvalue, w.scale):
         return SYMBOLIC
-    shape, scale = w.qvalue.shape, w.scale.shape
+    shape, scale = w.qvalue.shape, part_extents(w)
     found = _weight(side, x_labels, w_labels, a.labels[2], x.shape, shape, scale)
     return found if isinstance(found, str) else WeightMatmul(a, found)

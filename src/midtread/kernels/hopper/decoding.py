@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.kernels import decoding
-from midtread.numerics.formats import Format
+from midtread.numerics.formats import Format, dtype_bits
 
 TABLE = (256, 32)  # the shape of what `pairs` returns, in words of 4 bytes
 TABLE_BYTES = 256 * 32 * 4
@@ -76,7 +76,7 @@ def code(fmt: Format, is_scaled: bool = False) -> Code:
     text = _row(fmt).rows or ""
     if fmt.table is not None:
         return Code("{" + text + "}")
-    one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (fmt.bits - 1)
+    one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (dtype_bits(fmt.dtype) - 1)
     units = _row(fmt).units
     lines = tuple((2.0**133 / unit * one, -zero * one) for unit in units)
     return Code("{.reg .b32 p; mov.b32 p, $2;" + text + "}", lines)

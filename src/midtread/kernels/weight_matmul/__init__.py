@@ -12,13 +12,16 @@ triton_tuned.py      their block sizes, from <device>.json
 """
 
 from midtread.kernels import decoding
+from midtread.numerics.formats import FORMATS, Format
 
-FORMATS = decoding.formats("rows")
+# What Hopper's kernels decode (formats with a tile of their own go to Triton), and Triton's.
+HOPPER = tuple(n for n in decoding.formats("rows") if not FORMATS[n].tile)
+TRITON = decoding.formats("bytes")
 MAX_ROWS = 64  # how many rows are few; of a group, on average
 
 
-def why_not_format(name: str) -> str | None:
-    """Why no kernel decodes this format; None if one does."""
-    if name in FORMATS:
+def why_not_format(fmt: Format, taken: tuple[str, ...]) -> str | None:
+    """Why a kernel that takes some formats does not decode this one; None if it does."""
+    if fmt.name in taken:
         return None
-    return f"{name} has no kernel: {', '.join(FORMATS)} have"
+    return f"it does not decode {fmt.name}"

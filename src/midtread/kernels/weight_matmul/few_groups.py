@@ -18,15 +18,16 @@ from jax import lax
 from midtread.kernels import decoding, triton_words
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import Matmul
+from midtread.kernels.layout import Matmul, part_extents, why_not_zero
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (
+    HOPPER,
     MAX_ROWS,
     triton_grouped,
     triton_tuned,
     why_not_format,
 )
-from midtread.kernels.weight_matmul.few_rows import readable
+from midtread.kernels.weight_matmul.few_rows import readable, wide_zero
 from midtread.kernels.weight_matmul.hopper_decode import grouped as hopper_grouped
 from midtread.kernels.weight_matmul.hopper_decode import tuned
 from midtread.numerics import views
@@ -49,13 +50,14 @@ class Sizes(NamedTuple):
         return self.num_rows / self.shape[0]
 
 
-def _sizes(a: Matmul, dtypes: tuple[str, ...]) -> Sizes | str:
-    """What both kernels have to know, or why neither takes it."""
+def _sizes(a: Matmul, taken, dtypes: tuple[str, ...]) -> Sizes | str:
+    """What both kernels have to know, or why one that takes the formats `taken` does not
+    take this."""
     found, groups, fmt = a.matrices, a.groups, a.rhs.format
     assert groups is not None
     if found is None or not found.k:
         return "it has axes besides rows, groups and those of a matrix"
-    reason = why_not_format(fmt.name)
+    reason = why_not_format(fmt, taken)
     if reason is not None:
         return reason
     if a.lhs.dtype.name not in dtypes:
@@ -67,7 +69,7 @@ def _sizes(a: Matmul, dtypes: tuple[str, ...]) -> Sizes | str:
         return f"sizes {groups.sizes.shape} are not one per group"
     if num_rows > MAX_ROWS * num_groups:
         return f"{num_rows / num_groups:.0f} rows a group: the kernel is for {MAX_ROWS} at most"  # fmt: skip
-    counts = a.rhs.scale.shape[1 : 1 + len(found.k)]
+    counts = part_extents(a.rhs)[1 : 1 + len(found.k)]
     if any(n != 1 for n in counts[1:]):
         return "its scales vary along several summed axes"
     _, n, k = a.sizes
@@ -93,26 +95,30 @@ class Grouped(NamedTuple):
             scale = scale.astype(jnp.float32) * w.global_scale.astype(jnp.float32)
         full = [
             s if label in found.k else a.extents[label]
-            for label, s in zip(a.labels[1], scale.shape)
+            for label, s in zip(a.labels[1], part_extents(w))
         ]
-        scale = views.expand(scale, full).reshape(groups, self.sizes.tiles, n)
-        multiply = self._by_hopper if self.is_hopper else self._by_triton
-        return a.in_order(multiply(x_RK, codes, scale, a.groups.sizes))
+        over = lambda part: views.expand(part, full).reshape(
+            groups, self.sizes.tiles, n
+        )
+        zero = None if w.zero_point is None else over(wide_zero(w.zero_point))
+        if self.is_hopper:
+            assert zero is None
+            out = _hopper_call(self)(x_RK, codes, readable(over(scale)), a.groups.sizes)
+        else:
+            out = self._by_triton(x_RK, codes, over(scale), zero, a.groups.sizes)
+        return a.in_order(out)
 
-    def _by_hopper(self, x_RK, codes_GKN, scale_GTN, sizes) -> jax.Array:
-        return _hopper_call(self)(x_RK, codes_GKN, readable(scale_GTN), sizes)
-
-    def _by_triton(self, x_RK, codes_GKN, scale_GTN, sizes) -> jax.Array:
-        groups, tiles, n = scale_GTN.shape
+    def _by_triton(self, x_RK, codes_GKN, scale_GTN, zero_GTN, sizes) -> jax.Array:
         planes = triton_words.num_planes(self.fmt)
         words = triton_words.as_words(codes_GKN, self.fmt)
-        scale = scale_GTN.astype(jnp.float32)
-        scale = scale.reshape(groups, tiles, n // planes, planes).transpose(3, 0, 1, 2)
-        return _triton_call(self)(x_RK, words, scale, sizes)
+        by_words = lambda x: x.reshape(*x.shape[:2], x.shape[2] // planes, planes)
+        zeros = [] if zero_GTN is None else [by_words(zero_GTN)]
+        call = _triton_call(self, bool(zeros))
+        return call(x_RK, words, by_words(scale_GTN), sizes, *zeros)
 
 
 def plan_hopper(a: Matmul, env: Env) -> Grouped | Refusal:
-    sizes = _sizes(a, ("bfloat16",))
+    sizes = why_not_zero(a.rhs) or _sizes(a, HOPPER, ("bfloat16",))
     if isinstance(sizes, str):
         return Refusal(sizes)
     (num_groups, _, n), fmt = sizes.shape, a.rhs.format
@@ -134,14 +140,13 @@ def _choices(fmt: Format, sizes: Sizes):
 
 
 def plan_triton(a: Matmul, env: Env) -> Grouped | Refusal:
-    sizes, fmt = _sizes(a, ("bfloat16", "float16")), a.rhs.format
+    sizes, fmt = _sizes(a, triton_words.FORMATS, ("bfloat16", "float16")), a.rhs.format
     if isinstance(sizes, str):
         return Refusal(sizes)
-    if fmt.name not in triton_words.FORMATS:
-        return Refusal(f"{fmt.name} has a kernel on Hopper alone, from bfloat16 and in whole blocks")  # fmt: skip
-    _, k, n = sizes.shape
-    words = k, n // triton_words.num_planes(fmt)
-    blocks = triton_tuned.expert_blocks(fmt, sizes.each, words, k // sizes.tiles)
+    (_, k, n), planes = sizes.shape, triton_words.num_planes(fmt)
+    tile, blocks = k // sizes.tiles, None
+    if n % planes == 0:
+        blocks = triton_tuned.expert_blocks(fmt, sizes.each, (k, n // planes), tile)
     if blocks is None:
         return Refusal(f"{a.rhs.shape} codes do not divide into blocks")
     return Grouped(fmt, sizes, blocks, False, env.is_interpreted)
@@ -176,29 +181,35 @@ def _hopper_call(plan: Grouped) -> Callable:
 
 
 @functools.cache
-def _triton_call(plan: Grouped) -> Callable:
+def _triton_call(plan: Grouped, has_zero: bool) -> Callable:
     fmt = plan.fmt
 
-    def plain(x, words, scale, sizes):
+    def plain(x, words, scale, sizes, *zeros):
         num_groups, k, _ = words.shape
         codes = lax.bitcast_convert_type(words, fmt.dtype)
         values = decode(codes, fmt).astype(jnp.float32)
-        scale = scale.astype(jnp.float32).transpose(1, 2, 3, 0)
+        for zero in zeros:
+            zero = zero.astype(jnp.float32)
+            values = views.broadcast_with(jnp.subtract, values, zero)
+        scale = scale.astype(jnp.float32)
         values = views.broadcast_with(jnp.multiply, values, scale)
         out = lax.ragged_dot(
             x.astype(jnp.float32), values.reshape(num_groups, k, -1), sizes
         )
         return out.reshape(len(x), *values.shape[2:])
 
-    def kernel(x, words, scale, sizes):
-        planes, groups, tiles, _ = scale.shape
+    def kernel(x, words, scale, sizes, *zeros):
+        groups, tiles, _, planes = scale.shape
         _, k, num_words = words.shape
         own, blocks = Sizes(len(x), (groups, k, num_words * planes), tiles), plan.blocks
         if own != plan.sizes:
             shape = words.shape[1:]
             blocks = triton_tuned.expert_blocks(fmt, own.each, shape, k // tiles)
-        how = {"blocks": blocks, "interpret": plan.is_interpreted}
-        return triton_grouped.grouped_matmul(x, words, scale, sizes, fmt=fmt, **how)
+        if blocks is None:  # a device's part of sharded weights may be too narrow
+            return plain(x, words, scale, sizes, *zeros)
+        how = {"fmt": fmt, "blocks": blocks, "interpret": plan.is_interpreted}
+        return triton_grouped.grouped_matmul(x, words, scale, sizes, *zeros, **how)
 
-    axes, whole = "r k, g k b, p g t b, g -> r b p", ("r", "k", "g", "p", "t")
+    zero = ", g t b p" if has_zero else ""
+    axes, whole = f"r k, g k b, g t b p, g{zero} -> r b p", ("r", "k", "g", "t", "p")
     return as_function(kernel, plain, axes, whole)

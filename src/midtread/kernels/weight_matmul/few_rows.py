@@ -1,8 +1,8 @@
 """Few rows against a stored weight on NVIDIA GPUs: a plan for one of two kernels, or why not.
 
     plan_hopper    hopper_decode/: stored [K, N] as Flax does, from bfloat16, in whole blocks
-    plan_triton    triton.py: the same from float16 too; and stored [N, K] (a tied head), of
-                   8-bit codes
+    plan_triton    triton.py: more formats, zero points, and from float16 too; and stored
+                   [N, K] (a tied head), of 8-bit codes
 
 Codes are read where they lie: no weight is prepared or moved for a kernel.
 """
@@ -19,10 +19,12 @@ from jax import lax
 from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import WeightArrays, WeightMatmul
+from midtread.kernels.layout import WeightArrays, WeightMatmul, why_not_zero
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (
+    HOPPER,
     MAX_ROWS,
+    TRITON,
     triton,
     triton_tuned,
     why_not_format,
@@ -34,10 +36,10 @@ from midtread.numerics.formats import Format, dtype_bits
 from midtread.numerics.rounding import decode
 
 
-def _why_not(a: WeightMatmul, dtypes: tuple[str, ...]) -> str | None:
-    """What both kernels refuse."""
+def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
+    """What both kernels refuse, of which one takes the formats `taken`."""
     (x, w), found = a.sides, a.weight
-    reason = why_not_format(w.format.name)
+    reason = why_not_format(w.format, taken)
     if reason is not None:
         return reason
     if x.dtype.name not in dtypes:
@@ -71,7 +73,9 @@ class Hopper(NamedTuple):
         """[M, N], scaled."""
         scale = a.last
         if a.inner is not None:
-            scale = jnp.broadcast_to(a.inner, (a.inner.shape[0], a.codes.shape[1]))
+            scale = jnp.broadcast_to(
+                a.scale_within, (a.inner.shape[0], a.codes.shape[1])
+            )
         is_narrow = self.dtype == jnp.bfloat16
         kernel_dtype = self.dtype if is_narrow else np.dtype(np.float32)
         call = _hopper_call(self._replace(dtype=kernel_dtype))
@@ -80,7 +84,7 @@ class Hopper(NamedTuple):
 
 def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
     (_, w), found = a.sides, a.weight
-    reason = _why_not(a, ("bfloat16",))
+    reason = _why_not(a, HOPPER, ("bfloat16",)) or why_not_zero(w)
     if reason is not None:
         return Refusal(reason)
     if found.summed != 0:
@@ -95,7 +99,8 @@ def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
 
 
 class Triton(NamedTuple):
-    """By triton.py: [M, N] in float32, of which columns are scaled afterwards."""
+    """By triton.py: [M, N] in float32, of which columns are scaled afterwards. What is
+    subtracted from all codes of a column is so too, times the sum of x."""
 
     fmt: Format
     dtype: np.dtype
@@ -109,34 +114,39 @@ class Triton(NamedTuple):
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
         out = self._sum(a)
+        if a.inner is None and a.zero is not None:
+            of_x = jnp.sum(a.x_MK.astype(jnp.float32), axis=1, keepdims=True)
+            out = out - of_x * a.zero.astype(jnp.float32)
         out = out if a.last is None else out * a.last.astype(jnp.float32)
         return out.astype(self.dtype)
 
     def _sum(self, a: WeightArrays) -> jax.Array:
         if self.is_turned:
             return _turned_call(self.planned, self.is_interpreted)(a.x_MK, a.codes)
-        planes, codes, inner = _planes(self.fmt), a.codes, a.inner
-        k, n = codes.shape
-        if planes > 1:
-            pairs = codes.reshape(k, n // planes, planes)
-            codes = lax.bitcast_convert_type(pairs, jnp.int8)  # free: the same bytes
-        args = [a.x_MK, codes]
-        if inner is not None:
-            inner = jnp.broadcast_to(inner, (inner.shape[0], n))
-            inner = inner.reshape(-1, n // planes, planes).transpose(2, 0, 1)
-            args.append(inner)
-        how = self.planned, inner is not None, self.is_interpreted
+        planes, n = _planes(self.fmt), a.codes.shape[1]
+        as_bytes = lambda x: decoding.as_bytes(x) if planes > 1 else x  # free
+        args, zeros = [a.x_MK, as_bytes(a.codes)], None
+        if a.inner is not None:
+            by_bytes = lambda x: jnp.broadcast_to(x, (len(x), n)).reshape(-1, n // planes, planes)  # fmt: skip
+            args.append(by_bytes(a.inner))
+            if a.zero is not None:
+                is_codes = planes > 1 and a.zero.dtype == a.codes.dtype
+                is_codes = is_codes and a.zero.shape[1] == n
+                zeros = "codes" if is_codes else "values"
+                zero = as_bytes(a.zero) if is_codes else by_bytes(wide_zero(a.zero))
+                args.append(zero)
+        how = self.planned, a.inner is not None, zeros, self.is_interpreted
         return _triton_call(self.fmt, *how)(*args).reshape(-1, n)
 
 
 def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
     (_, w), found = a.sides, a.weight
-    reason = _why_not(a, ("bfloat16", "float16"))
+    reason = _why_not(a, TRITON, ("bfloat16", "float16"))
     if reason is not None:
         return Refusal(reason)
     fmt, is_turned = w.format, found.summed != 0
     if is_turned:
-        if dtype_bits(fmt.dtype) < 8 or found.counts != (1, 1):
+        if dtype_bits(fmt.dtype) < 8 or found.has_inner:
             return Refusal("4-bit or tiled, and stored with its summed axis innermost")
         size = found.num_rows, found.shape
         blocks = triton.transposed_blocks(*size)
@@ -147,6 +157,11 @@ def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
         return Refusal(f"{found.shape} codes do not divide into blocks")
     dtype = np.dtype(a.matmul.dtype)
     return Triton(fmt, dtype, (*size, blocks), is_turned, env.is_interpreted)
+
+
+def wide_zero(zero: jax.Array) -> jax.Array:
+    """Zero points in a type of whole bytes."""
+    return zero.astype(jnp.float32) if dtype_bits(zero.dtype) < 8 else zero
 
 
 def readable(scale):
@@ -207,30 +222,40 @@ def _hopper_call(plan: Hopper) -> Callable:
 
 
 @functools.cache
-def _triton_call(fmt: Format, planned, is_grouped: bool, interpret: bool) -> Callable:
-    planes = _planes(fmt)
+def _triton_call(
+    fmt: Format, planned, is_grouped: bool, zeros: str | None, interpret: bool
+) -> Callable:
+    """Of x, bytes, and for groups a scale [G, B, P] and zero points: the same, or bytes too."""
 
-    def plain(x, codes, scale=None):
-        values = codes
-        if planes > 1:
-            values = lax.bitcast_convert_type(codes, fmt.dtype)
-        values = decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)
+    def plain(x, codes, scale=None, zero=None):
+        values = _values(codes, fmt)
+        if zero is not None:
+            zero = _values(zero, fmt) if zeros == "codes" else zero.astype(jnp.float32)
+            values = views.broadcast_with(jnp.subtract, values, zero)
         if scale is not None:
-            values = views.broadcast_with(
-                jnp.multiply, values, scale.transpose(1, 2, 0).astype(jnp.float32)
-            )
+            scale = scale.astype(jnp.float32)
+            values = views.broadcast_with(jnp.multiply, values, scale)
         numbers = (((1,), (0,)), ((), ()))
         return lax.dot_general(x.astype(jnp.float32), values, numbers)
 
-    def kernel(x, codes, scale=None):
+    def kernel(x, codes, *factors):
         size, blocks = (x.shape[0], codes.shape), planned[2]
         if size != planned[:2]:
-            group = None if scale is None else x.shape[1] // scale.shape[1]
+            group = x.shape[1] // factors[0].shape[0] if factors else None
             blocks = triton_tuned.weight_blocks(fmt, *size, group)
-        return triton.weight_matmul(
-            x, codes, scale, fmt=fmt, blocks=blocks, interpret=interpret
-        )
+            if blocks is None:  # a part may be too narrow
+                return plain(x, codes, *factors)
+        how = {"fmt": fmt, "blocks": blocks, "interpret": interpret}
+        return triton.weight_matmul(x, codes, *factors, **how)
 
-    axes = "m k, k b, p g b -> m b p" if is_grouped else "m k, k b -> m b p"
+    parts = {None: "", "codes": ", g b", "values": ", g b p"}[zeros]
+    axes = f"m k, k b, g b p{parts} -> m b p" if is_grouped else "m k, k b -> m b p"
     replicated = ("k", "g", "p") if is_grouped else ("k",)
     return as_function(kernel, plain, axes, replicated)
+
+
+def _values(codes: jax.Array, fmt: Format) -> jax.Array:
+    """float32 [.., B, P] of bytes [.., B]."""
+    planes = _planes(fmt)
+    values = lax.bitcast_convert_type(codes, fmt.dtype) if planes > 1 else codes
+    return decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)

@@ -21,9 +21,9 @@ from jax import lax
 from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import WeightArrays, WeightMatmul
+from midtread.kernels.layout import WeightArrays, WeightMatmul, why_not_zero
 from midtread.kernels.partition import as_function
-from midtread.kernels.weight_matmul import MAX_ROWS, why_not_format
+from midtread.kernels.weight_matmul import HOPPER, MAX_ROWS, why_not_format
 from midtread.kernels.weight_matmul.hopper_prefill import tuned
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
 from midtread.numerics import views
@@ -45,7 +45,8 @@ class ManyRows(NamedTuple):
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
-        scale = a.inner if a.last is None else a.last.reshape(1, -1)
+        scale = a.scale_within
+        scale = a.last.reshape(1, -1) if scale is None else scale
         scale = jnp.broadcast_to(scale, (scale.shape[0], a.codes.shape[1]))
         scale = scale if self.is_grouped else scale.astype(jnp.float32)
         return _call(self)(a.x_MK, a.codes, scale)
@@ -63,7 +64,7 @@ class ManyRows(NamedTuple):
 
 def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
     (x, w), found = a.sides, a.weight
-    reason = why_not_format(w.format.name)
+    reason = why_not_format(w.format, HOPPER) or why_not_zero(w)
     if reason is not None:
         return Refusal(reason)
     if found.num_rows <= MAX_ROWS:

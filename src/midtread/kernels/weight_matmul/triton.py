@@ -1,6 +1,6 @@
 """Few rows against a stored weight on a GPU: read the codes once, decode in registers.
 
-    out_MN  =  sum_g s_gN  sum_{k in g} x_Mk value(code_kN)         M = 1 .. 256, Triton
+    out_MN  =  sum_g s_gN  sum_{k in g} x_Mk (value(code_kN) - z_gN)      M = 1 .. 256, Triton
 
 A decoder reads every weight for a few rows, so time is bytes over bandwidth: int8 should
 take half of bfloat16's time and int4 a quarter. There are two ways to multiply:
@@ -12,7 +12,9 @@ take half of bfloat16's time and int4 a quarter. There are two ways to multiply:
 A block of the weight is [k, n] with n along the memory, as Flax stores kernels. Two 4-bit
 codes share a byte, so one block of bytes gives the even and the odd columns. The summed
 axis is split over programs until the GPU is full; XLA adds their float32 parts, in
-whatever it does next. Group scales are applied to the sum of a group, in float32.
+whatever it does next. Group scales are applied to the sum of a group, in float32, and a zero
+point leaves that sum against the sum of the group's x. Zero points that are codes themselves
+lie in memory as the weight does, and are decoded like it.
 """
 
 import dataclasses
@@ -59,16 +61,45 @@ def unpacked(p, fmt: Format, dtype, native: bool) -> tuple:
     """The exact values of the codes in the bytes `p`, an array for each code in a byte."""
     dtype, row = np.dtype(dtype), decoding.decoder(fmt)
     assert row is not None, fmt
-    if dtype_bits(fmt.dtype) == 8:
+    if row.bytes == decoding.CAST:
         if native and row.floats is not None and dtype.itemsize == 4:
             return (_asm(row.floats, p, dtype, num_out=4),)
         return (p.astype(dtype),)
     if not native:
         return decoding.planes(p, fmt, dtype)
-    assert row.nibbles is not None, fmt
+    assert callable(row.bytes), fmt
     narrow = dtype if dtype.itemsize == 2 else np.dtype(jnp.bfloat16)
-    codes = [_asm(row.nibbles(fmt, narrow, shift), p, narrow) for shift in (0, 4)]
+    shifts = range(0, 8, dtype_bits(fmt.dtype))
+    codes = [_asm(row.bytes(fmt, narrow, shift), p, narrow) for shift in shifts]
     return tuple(v.astype(dtype) for v in codes)
+
+
+def scale_values(s: jax.Array) -> jax.Array:
+    """Scales in float32; bytes are exponents, e8m0."""
+    if s.dtype != jnp.uint8:
+        return s.astype(jnp.float32)
+    bits = s.astype(jnp.int32)
+    value = lax.bitcast_convert_type(bits << 23, jnp.float32)
+    value = jnp.where(bits == 0, jnp.float32(2.0**-127), value)
+    return jnp.where(bits == 255, jnp.float32(jnp.nan), value)
+
+
+def readable_scale(s: jax.Array) -> jax.Array:
+    """A scale as Triton can load it: e8m0 goes as bytes."""
+    if s.dtype == jnp.float8_e8m0fnu:
+        return lax.bitcast_convert_type(s, jnp.uint8)
+    return s
+
+
+def _factors(s_ref, z_ref, group, plane: int, fmt: Format) -> tuple:
+    """Scale and zero point [1, n] of a plane of a group, None for the latter where there is
+    none. s [G, n, P]; z [G, n, P], or bytes of codes [G, n]."""
+    s = scale_values(s_ref[group, :, plane])[None, :]
+    if z_ref is None:
+        return s, None
+    if len(z_ref.shape) == 2:
+        return s, decoding.planes(z_ref[group, :], fmt, jnp.float32)[plane][None, :]
+    return s, z_ref[group, :, plane].astype(jnp.float32)[None, :]
 
 
 # --- kernels ----------------------------------------------------------------------------------
@@ -76,10 +107,10 @@ def unpacked(p, fmt: Format, dtype, native: bool) -> tuple:
 
 
 def _fma_body(
-    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
-):
-    """x [rows, Ks], w [Ks, B], s [P, Ks / group, B] -> out [P, rows, B], where Ks is the part
-    of the sum that this program has."""
+    x_ref, w_ref, s_ref, z_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
+):  # fmt: skip
+    """x [rows, Ks], w [Ks, B], s [Ks / group, B, P] -> out [P, rows, B], where Ks is the part
+    of the sum that this program has; z as s, or codes [Ks / group, B]."""
     num_k, num_b = w_ref.shape[0], blocks.n
     planes = out_ref.shape[0]
     step = blocks.k * blocks.loads
@@ -92,17 +123,20 @@ def _fma_body(
             [x_ref[r, at(u)].astype(jnp.float32)[:, None] for r in range(rows)]
             for u in range(blocks.loads)
         ]
-        part = None
+        part = of_x = None
         for u in range(blocks.loads):
             values = unpacked(w[u], fmt, jnp.float32, native)
             new = [[v * x[u][r] for r in range(rows)] for v in values]
             part = new if part is None else jax.tree.map(jnp.add, part, new)
+            of_x = x[u] if of_x is None else jax.tree.map(jnp.add, of_x, x[u])
             if group and (u + 1) % per_group == 0:
                 g = (i * step + u * blocks.k) // group
                 for p in range(planes):
-                    s = s_ref[p, g, :].astype(jnp.float32)[None, :]
+                    s, z = _factors(s_ref, z_ref, g, p, fmt)
+                    if z is not None:
+                        part[p] = [v - r * z for v, r in zip(part[p], of_x)]
                     part[p] = [v * s for v in part[p]]
-                total, part = jax.tree.map(jnp.add, total, part), None
+                total, part, of_x = jax.tree.map(jnp.add, total, part), None, None
         return total if part is None else jax.tree.map(jnp.add, total, part)
 
     zero = jnp.zeros((blocks.k, num_b), jnp.float32)
@@ -114,8 +148,8 @@ def _fma_body(
 
 
 def _dot_body(
-    x_ref, w_ref, s_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
-):
+    x_ref, w_ref, s_ref, z_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
+):  # fmt: skip
     """The same by tensor cores, for `block_m` rows, of which `rows` exist."""
     num_k, num_b = w_ref.shape[0], blocks.n
     planes, block_m = out_ref.shape[0], x_ref.shape[0]
@@ -132,11 +166,14 @@ def _dot_body(
         x = [pltriton.load(x_ref.at[:, a], mask=mask, other=other) for a in at]
         for u, start in enumerate(starts):
             values = unpacked(w[u], fmt, x[u].dtype, native)
+            of_x = None
+            if z_ref is not None:
+                of_x = jnp.sum(x[u].astype(jnp.float32), axis=1)[:, None]
             for p in range(planes):
                 part = pltriton.dot(x[u], values[p]).astype(jnp.float32)
                 if group:
-                    s = s_ref[p, start // group, :]
-                    part = part * s.astype(jnp.float32)[None, :]
+                    s, z = _factors(s_ref, z_ref, start // group, p, fmt)
+                    part = (part if z is None else part - of_x * z) * s
                 total = [*total[:p], total[p] + part, *total[p + 1 :]]
         return total
 
@@ -152,7 +189,8 @@ def _dot_body(
 def weight_matmul(
     x_MK: jax.Array,
     bytes_KB: jax.Array,
-    scale_PGB: jax.Array | None,
+    scale_GBP: jax.Array | None = None,
+    zero: jax.Array | None = None,
     *,
     fmt: Format,
     blocks: TritonBlocks,
@@ -161,12 +199,15 @@ def weight_matmul(
     """[M, B, P] in float32: x times the codes' values, group scales applied.
 
     Columns of the result are those of the codes: byte b holds columns b P .. b P + P - 1.
+
+    Args:
+        zero: subtracted from the codes: floats [G, B, P], or codes as bytes [G, B].
     """
     m, k = x_MK.shape
     block_m = max(16, 1 << (m - 1).bit_length())
     num_b = bytes_KB.shape[1]
     planes = 8 // dtype_bits(fmt.dtype)
-    group = None if scale_PGB is None else k // scale_PGB.shape[1]
+    group = None if scale_GBP is None else k // scale_GBP.shape[0]
     split_k = k // blocks.split
     padded = m if blocks.multiply == "fma" else block_m
     body = _fma_body if blocks.multiply == "fma" else _dot_body
@@ -178,16 +219,24 @@ def weight_matmul(
         pl.BlockSpec((split_k, blocks.n), lambda i, j: (j, i)),
     ]
     args = [x_MK, bytes_KB]
-    if group:
-        in_specs.append(
-            pl.BlockSpec((planes, split_k // group, blocks.n), lambda i, j: (0, j, i))
-        )
-        args.append(scale_PGB)
-    else:
-        unscaled = body
-        body = lambda x, w, out: unscaled(x, w, None, out)
+    for part in (scale_GBP, zero):
+        if part is not None:
+            assert group is not None, (
+                "a zero point of the whole sum is not for the kernel"
+            )
+            block, index = (split_k // group, blocks.n), lambda i, j: (j, i)
+            if part.ndim == 3:
+                block, index = (*block, planes), lambda i, j: (j, i, 0)
+            in_specs.append(pl.BlockSpec(block, index))
+            args.append(readable_scale(part))
+
+    def run(x, w, *refs):
+        *factors, out = refs
+        s, z = (*factors, None, None)[:2]
+        body(x, w, s, z, out)
+
     out = pl.pallas_call(
-        body,
+        run,
         grid=(num_b // blocks.n, blocks.split),
         in_specs=in_specs,
         out_specs=pl.BlockSpec(

@@ -58,16 +58,17 @@ def fit(
     while num_b % n and n > 32:
         n //= 2
     if blocks.multiply == "dot":
-        k = min(k, group or k)
+        if group and group < k:  # as many codes at once, in more loads
+            k, loads = group, loads * (k // group)
     elif group and (k * loads) % group:
         return None
+    while num_k % (k * loads) and loads > 1 and blocks.multiply == "dot":
+        loads //= 2
     unit = max(k * loads, group or 1)
     while num_k % (split * unit) and split > 1:
         split //= 2
-    if (
-        num_b % n
-        or num_k % (split * unit)
-        or k < (16 if blocks.multiply == "dot" else 1)
-    ):
+    if num_b % n or num_k % (split * unit) or (group or k) % k:
         return None
-    return dataclasses.replace(blocks, n=n, k=k, split=split)
+    if k & (k - 1) or k < (16 if blocks.multiply == "dot" else 1):
+        return None
+    return dataclasses.replace(blocks, n=n, k=k, loads=loads, split=split)
