@@ -205,13 +205,19 @@ def test_a_lost_loss_stops_the_run():
     check_loss(memorised, None)  # small numbers may jump
 
 
+SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
+SMALL_STATES += ["weight_rounding=stochastic", "mlp_dim=256"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_kill_9_at_any_moment(whole, tmp_path, seed):
+@pytest.mark.parametrize("more", [[], SMALL_STATES], ids=["float32", "int8 states"])
+def test_kill_9_at_any_moment(tmp_path, seed, more):
     """Also while a checkpoint is being written: one is, after every second step."""
-    words = [*SMALL, f"base_output_directory={tmp_path}", "run_name=a"]
-    words += ["learning_rate=0.01", "checkpoint_period=2"]
-    command = [sys.executable, "-m", "midtread", "train", *words]
+    more = [*more, "run_name=a", "learning_rate=0.01"]
+    whole = train(config(tmp_path / "whole", *more))
+    words = [*SMALL, f"base_output_directory={tmp_path}", "checkpoint_period=2"]
+    command = [sys.executable, "-m", "midtread", "train", *words, *more]
     rng = np.random.default_rng(seed)
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path("src").resolve())}
     kills = 0
