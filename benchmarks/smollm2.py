@@ -111,7 +111,9 @@ def chunks(folder: pathlib.Path, length: int = 513) -> tuple[np.ndarray, np.ndar
                 for turn, listed in enumerate(found):
                     run = ids[turn * length : (turn + 1) * length]
                     listed += [run] if len(run) == length else []
-            made[name] = np.array(sum(found, [])[:count], np.int32)
+            made[name] = np.array(
+                [run for turn in found for run in turn][:count], np.int32
+            )
         np.savez(kept, **made)
     with np.load(kept) as file:
         return file["tune"], file["judge"]

@@ -416,7 +416,9 @@ class _Work:
             if self.needs_moments  # else nothing has to run
         ]
         floats = [dict(env) for env in envs] if self.needs_floats else []
-        for stage in stages(self.program):
+        # What comes after the last weight, a language model's logits say, is not run.
+        last = max(site.stage for site in self.chosen.values())
+        for stage in stages(self.program)[: last + 1]:
             self._operands.clear()
             self._stats.clear()
             for env in envs:
