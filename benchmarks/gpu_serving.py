@@ -56,6 +56,17 @@ SERVING = {
     "w4-g128": ({"weight_qtype": "int4", "tile_size": 128}, 4.125),
     "w4-g32": ({"weight_qtype": "int4", "tile_size": 32}, 4.5),
     "nf4-g64": ({"weight_qtype": "nf4", "tile_size": 64}, 4.25),
+    "mxfp4": ({"weight_qtype": "mxfp4"}, 4.5),
+    "nvfp4": ({"weight_qtype": "nvfp4"}, 5.0),
+    "uint4-zero-g64": (
+        {
+            "weight_qtype": "uint4",
+            "tile_size": 64,
+            "weight_calibration_method": "minmax",
+        },
+        4.3125,
+    ),
+    "int2-g64": ({"weight_qtype": "int2", "tile_size": 64}, 2.25),
     "w4a8-g128": (
         {"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 128},
         4.125,
@@ -65,7 +76,7 @@ SERVING = {
 }
 
 
-def _serve(rows: tuple[int, ...], names, model: Stack) -> list[str]:
+def serve(rows: tuple[int, ...], names, model: Stack) -> list[str]:
     layers = model.layers
     inputs = {m: jax.random.normal(KEY, (m, D), jnp.bfloat16) for m in rows}
     steps = {m: 20 if m < 1024 else 5 for m in rows}
@@ -137,12 +148,12 @@ def _asked(options: tuple[str, ...], rows, names) -> _Asked:
 
 def decode(*options):
     asked = _asked(options, (1, 16, 64), tuple(SERVING))
-    return HEAD + _serve(asked.rows, asked.names, Stack(gated=asked.gated))
+    return HEAD + serve(asked.rows, asked.names, Stack(gated=asked.gated))
 
 
 def prefill(*options):
     asked = _asked(options, (8192,), ("w8a8", "fp8"))
-    return HEAD + _serve(asked.rows, asked.names, Stack(2, asked.gated))
+    return HEAD + serve(asked.rows, asked.names, Stack(2, asked.gated))
 
 
 SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
@@ -151,4 +162,4 @@ SWEEP = ("w8", "w4-g128", "w8a8", "fp8")
 def sweep(*options):
     """Never slower than bfloat16? Two layers, still beyond L2."""
     asked = _asked(options, tuple(2**i for i in range(14)), SWEEP)  # 1 .. 8192
-    return HEAD + _serve(asked.rows, asked.names, Stack(2, asked.gated))
+    return HEAD + serve(asked.rows, asked.names, Stack(2, asked.gated))

@@ -8,7 +8,7 @@ import pathlib
 
 import jax.numpy as jnp
 
-from midtread.kernels import triton_words
+from midtread.kernels.decode_attention.triton import FORMATS as CACHE_KERNELS
 from midtread.kernels.scaled_matmul import FLOAT8
 from midtread.kernels.weight_matmul import HOPPER, TRITON
 from midtread.lm.cache import FORMATS as CACHE_FORMATS
@@ -68,8 +68,9 @@ def _experts(fmt: Format) -> str:
 def _cache(fmt: Format) -> str:
     if fmt.name not in CACHE_FORMATS.values():
         return "not offered"
-    is_byte = fmt.name in triton_words.FORMATS and dtype_bits(fmt.dtype) == 8
-    return "kernel" if is_byte else "XLA"
+    if fmt.name not in CACHE_KERNELS:
+        return "XLA"
+    return "kernel" if dtype_bits(fmt.dtype) == 8 else "kernel, not yet timed"
 
 
 def page() -> str:

@@ -313,11 +313,14 @@ def attention(q, k, v, lengths, gain=1.0):
     return out.reshape(len(q), 1, -1, v.shape[-1])
 
 
-@pytest.mark.parametrize(("name", "axes"), [("int8", (0, 1, 2)), ("e4m3", (0, 1))])
-def test_attention_over_a_cache(name, axes):
+@pytest.mark.parametrize(
+    ("name", "axes", "width"),
+    [("int8", (0, 1, 2), 32), ("e4m3", (0, 1), 32), ("int4", (0, 1), 64)],
+)
+def test_attention_over_a_cache(name, axes, width):
     """Two programs for a context, and a sequence that ends in the first one's part."""
-    k, v = (cached(i, name, axes, 2, 150, 2, 32) for i in (1, 2))
-    q, lengths = random(3, 2, 1, 4, 32), jnp.array([150, 70])
+    k, v = (cached(i, name, axes, 2, 150, 2, width) for i in (1, 2))
+    q, lengths = random(3, 2, 1, 4, width), jnp.array([150, 70])
     run = lambda q, lengths: choose.attend(q, k, v, lengths, 1.5)
     want = attention(q, k, v, lengths, 1.5)
     assert error(interpreted(run, q, lengths), want) < 4e-3
@@ -330,7 +333,9 @@ def test_attention_is_refused_by_name():
     assert why(q, k, k) is None
     assert "2 tokens at once" in why(random(3, 2, 2, 4, 32), k, k)
     four = cached(1, "int4", (0, 1, 2), 2, 16, 2, 32)
-    assert "int4 caches" in why(q, four, four)
+    assert "heads of 32 in int4" in why(q, four, four)
+    three = cached(1, "int3", (0, 1, 2), 2, 16, 2, 32)
+    assert "int3 caches" in why(q, three, three)
     shared = cached(1, "int8", (2,), 2, 16, 2, 32)
     assert "not one per token" in why(q, shared, shared)
     odd = cached(1, "int8", (0, 1, 2), 2, 16, 2, 48)
@@ -385,7 +390,7 @@ def test_kernels_that_read_words_lower_for_cuda():
             scale = SHAPE((8, tiles, 7168 // planes, planes), jnp.float32)
             sizes = SHAPE((8,), jnp.int32)
             lower(run, SHAPE((128, 4096), jnp.bfloat16), words, scale, sizes)
-    for name in ("int8", "e4m3", None):
+    for name in ("int8", "e4m3", "int4", None):
         fmt = name and as_format(name)
         dtype = fmt.dtype if fmt else jnp.bfloat16
         part = SHAPE((2, 1000, 8, 128), dtype), fmt and SHAPE((2, 1000, 8), jnp.float32)

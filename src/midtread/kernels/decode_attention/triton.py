@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: one new token per sequence against a cache of 8-bit codes.
+"""Decode attention on a GPU: one new token per sequence against a cache of 8- or 4-bit codes.
 
     out_qh  =  sum_s w_qs v_sh / sum_s p_qs       p = exp(q k_s), w = p times v's scale
 
@@ -30,12 +30,13 @@ from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env
 from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.kernels.partition import as_function
-from midtread.numerics.formats import Format, dtype_bits
+from midtread.numerics.formats import Format
 
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
 PROGRAMS = 1024  # at least so many, if the context is long enough
 LOWEST = -1e30  # below every logit
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache
 
 
 def split_length(batch: int, heads: int, length: int, programs: int, block: int) -> int:
@@ -204,8 +205,8 @@ def plan(a: Cached, env: Env) -> Triton | Refusal:
     q, k, v = a.q, a.k, a.v
     for x in (k, v):
         name = x.format.name
-        if name not in triton_words.FORMATS or dtype_bits(x.format.dtype) != 8:
-            return Refusal(f"{name} caches have no kernel: int8, e4m3 and e5m2 have")
+        if name not in FORMATS:
+            return Refusal(f"{name} caches have no kernel: {', '.join(FORMATS)} have")
         if x.zero_point is not None or x.global_scale is not None:
             return Refusal("its cache has zero points or scales of two levels")
         if x.scale.shape[:2] != x.shape[:2] or x.scale.shape[3] != 1:
@@ -219,8 +220,12 @@ def plan(a: Cached, env: Env) -> Triton | Refusal:
     if heads // of_cache > ROWS:
         what = f"{heads // of_cache} query heads read one head"
         return Refusal(f"{what}: {ROWS} at most can")
-    if width & (width - 1) or not 32 <= width <= 256:
-        return Refusal(f"heads of {width}: 32, 64, 128 and 256 have a kernel")
+    least = 16 * triton_words.num_planes(
+        k.format
+    )  # a tensor core's least, of each plane
+    if width & (width - 1) or not least <= width <= 256:
+        what = f"heads of {width} in {k.format.name}"
+        return Refusal(f"{what}: powers of two from {least} to 256 have a kernel")
     return Triton(env.is_interpreted)
 
 
