@@ -33,7 +33,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model, split_arrays
 from midtread.model.rules import QuantizationRule
 from midtread.model.weights import find_param, turn_of
-from midtread.numerics.dtypes import is_wide
+from midtread.numerics.qarray import is_float
 from midtread.ops.api import Ops
 from midtread.ops.contraction import Contraction
 from midtread.ops.einsum import in_jax_order
@@ -107,7 +107,7 @@ class Marker(QuantizationProvider):
         self._get_current_rule_and_op_id(name)
         if name == "einsum":
             args = in_jax_order(*args)
-        weights = {id(a): self._turn(a) for a in args if _is_float(a)}
+        weights = {id(a): self._turn(a) for a in args if is_float(a)}
         if not any(weights.values()):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
@@ -148,10 +148,6 @@ class Marker(QuantizationProvider):
         )
         out = contract(c, sides["lhs"], sides["rhs"])
         return checkpoint_name(out, f"midtread-output-{number}")
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and hasattr(x, "ndim") and is_wide(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

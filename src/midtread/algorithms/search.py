@@ -155,7 +155,7 @@ class _Model:
         fmt = as_format(qtype)
         tile = tile or fmt.tile
         spec = Spec(fmt, ("kept",), {"summed": tile} if tile else {})
-        placed = site.c.place(spec, site.side)
+        placed = site.c.number_axes(spec, site.side)
         assert placed is not None
         how = placed.transposed(back)
         stacked = len(site.layer)

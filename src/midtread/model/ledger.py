@@ -21,7 +21,7 @@ from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.rules import recipe_of
 from midtread.model.weights import ADAPTERS, find_param
 from midtread.numerics.formats import dtype_bits
-from midtread.numerics.qarray import QArray
+from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.recipe import Recipe
 from midtread.ops.witness import PREFIX
 
@@ -63,7 +63,7 @@ class Witness:
         self.told.append(entry)
         return jax.named_scope(f"{PREFIX}{len(self.told) - 1}")
 
-    def place(self, path: str) -> contextlib.AbstractContextManager:
+    def inside(self, path: str) -> contextlib.AbstractContextManager:
         return self._scope(path)
 
     def handle(self, name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
@@ -209,10 +209,10 @@ class Ledger:
         )
         dlhs = drhs = None
         if entry.recipe is not None and self._trains(entry.op):
-            if operands.is_float(lhs):
+            if is_float(lhs):
                 g = operands.operand(entry.out, recipe.dlhs.g, c.dlhs, "lhs")
                 dlhs = g, operands.slot(rhs, recipe.dlhs.rhs, c.dlhs, "rhs", fwd[1])
-            if operands.is_float(rhs):
+            if is_float(rhs):
                 g = operands.operand(entry.out, recipe.drhs.g, c.drhs, "rhs")
                 drhs = operands.slot(lhs, recipe.drhs.lhs, c.drhs, "lhs", fwd[0]), g
         name = entry.weights[1] or entry.weights[0]
@@ -267,7 +267,7 @@ class Ledger:
         if rule is None:
             return "no rule matches" if entry.op else "float operands"
         kinds = [str(x.dtype) for x in entry.operands]
-        if not all(operands.is_float(x) for x in entry.operands):
+        if not all(is_float(x) for x in entry.operands):
             what = " x ".join(kinds)
             return f"rule {op.rule} matches, but {what} is not float: left alone"
         if recipe_of(rule, False, True).fwd.lhs is None and not any(entry.weights):

@@ -17,9 +17,8 @@ import numpy as np
 from midtread.model import jaxprs
 from midtread.model.coverage import dtype_text, format_text
 from midtread.numerics import views
-from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import Format, dtype_bits
-from midtread.numerics.qarray import QArray
+from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.contraction import Contraction
 from midtread.ops.recipe import REUSE
 
@@ -59,7 +58,7 @@ def _placed_tile(spec: Any, shape: tuple, c: Contraction, side: str) -> tuple:
     if not spec.tiles:
         return ()
     try:
-        return _tile(*c.place(spec, side).layout(shape))
+        return _tile(*c.number_axes(spec, side).layout(shape))
     except ValueError:  # a backward that has no such axis: training will say so
         return tuple(spec.tiles.values())
 
@@ -109,10 +108,6 @@ def slot(x: Any, spec: Any, c: Contraction, side: str, forward: Operand) -> Oper
     if spec is REUSE or isinstance(x, QArray):
         return forward
     return operand(x, spec, c, side)
-
-
-def is_float(x: Any) -> bool:
-    return not isinstance(x, QArray) and is_wide(x.dtype)
 
 
 def texts(pair: Any) -> tuple[str, str] | None:

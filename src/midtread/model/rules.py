@@ -390,7 +390,7 @@ def recipe_of(
             operand that is not is an activation.
 
     Returns:
-        The Recipe, which `Contraction.place` gives axes. It is the rule's own if it has one.
+        The Recipe, which `Contraction.number_axes` completes. It is the rule's own if it has one.
 
     Raises:
         ValueError: a format and a tile size do not go together, or a recipe with a

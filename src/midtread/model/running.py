@@ -95,7 +95,7 @@ class entered:  # entered for every module, so not a generator
         here.modules.append(self._module)
         self._inner = [keyed(_key())]
         if here.witness is not None:
-            self._inner.append(here.witness.place(path_of(self._module)))
+            self._inner.append(here.witness.inside(path_of(self._module)))
         for inner in self._inner:
             inner.__enter__()
 

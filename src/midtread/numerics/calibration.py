@@ -12,9 +12,9 @@ for any other. Values beyond the window saturate.
     fixed,a           [-a, a]; fixed,lo,hi for any window holding 0. Always per tensor
     delayed[,m]       max of earlier steps' |x|, handed in (`AmaxHistory`), times 2^m
 
-A NaN among the elements that share a scale is the range, the scale and so all of them: it
-cannot be lost on the way. (A `fixed` or a static range is not found in the data: there a NaN
-is code 0, or NaN in a format that has one.)
+A NaN makes the range NaN, and so the scale, and so every element that shares that scale: it
+cannot be lost on the way. (A `fixed` or a static range does not come from the data: there a
+NaN becomes code 0, or NaN in a format that has one.)
 
 Ranges can also come from statistics gathered over many batches: a `Statistic` for static
 ranges, `AmaxHistory` for delayed scaling. Both are pure: state in, state out.
@@ -54,7 +54,7 @@ class Calibration:
 
     @property
     def clips(self) -> bool:
-        """Some data may lie outside the window, so gradients there are masked."""
+        """Whether data may lie outside the window, where gradients are then masked."""
         if self.method in ("absmax", "minmax"):
             return self._factor < 1
         return self.method != "delayed"
@@ -81,7 +81,7 @@ _GRAMMAR = {
 
 @functools.cache
 def parse(text: str) -> Calibration:
-    """Reads a method string; says what is wrong with a bad one.
+    """Reads a method string, and raises a ValueError that says what is wrong with it.
 
     >>> parse("Fixed, -3, 3")
     Calibration(method='fixed', args=(3.0,))
@@ -124,56 +124,63 @@ def _check_window(text: str, method: str, args: tuple[float, ...]) -> None:
 def measure(
     x: jax.Array,
     axes: tuple[int, ...],
-    how: Calibration,
+    calibration: Calibration,
     statistic: str,
     real: jax.Array | None = None,
 ) -> dict:
-    """The range of `x` over `axes`, which are kept with extent 1. Where `real` is given
-    and False, `x` holds padding zeros.
+    """Measures the range of `x` over `axes`, which are kept with extent 1.
 
-    All methods but mse, which needs the format: see `quantize`.
+    This does every method but mse, which needs the format (`qarray.calibrate`).
+
+    Args:
+        real: where it is given and False, `x` is a zero of padding.
     """
     keep = functools.partial(dict, axis=axes, keepdims=True)
-    if how.method == "minmax":
+    if calibration.method == "minmax":
         low, high = -largest(-x, axes), largest(x, axes)
-        factor = jnp.asarray(how._factor, x.dtype)
+        factor = jnp.asarray(calibration._factor, x.dtype)
         return {
             "min": jnp.minimum(low, 0) * factor,
             "max": jnp.maximum(high, 0) * factor,
         }
-    if how.method == "absmax":
+    if calibration.method == "absmax":
         if statistic == "absmean":
             amax = jnp.mean(jnp.abs(x), where=real, **keep())
         else:
             amax = largest(jnp.abs(x), axes)
         return {
-            "absmax": amax * jnp.asarray(how._factor, x.dtype) if how.args else amax
+            "absmax": amax * jnp.asarray(calibration._factor, x.dtype)
+            if calibration.args
+            else amax
         }
     wide = x.astype(jnp.float32)
-    if how.method == "rms":
-        size = jnp.sqrt(jnp.mean(jnp.square(wide), where=real, **keep())) * how.args[0]
-    elif how.method == "percentile":
-        size = _percentile(jnp.abs(wide), how.args[0], real, keep())
+    if calibration.method == "rms":
+        size = (
+            jnp.sqrt(jnp.mean(jnp.square(wide), where=real, **keep()))
+            * calibration.args[0]
+        )
+    elif calibration.method == "percentile":
+        size = _percentile(jnp.abs(wide), calibration.args[0], real, keep())
     else:
         raise ValueError(
-            f"calibration {how} takes its range from earlier steps, and none was given. "
+            f"calibration {calibration} takes its range from earlier steps, and none was given. "
             "Pass ranges=..., or use a provider that keeps the history."
         )
     return {"absmax": size.astype(x.dtype)}
 
 
 def largest(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """max x over `axes` (all of them), which are kept with extent 1; NaN where x has one.
+    """Returns max x over `axes` (None: all), kept with extent 1, or NaN where x has one.
 
-    XLA's own maximum says NaN as well, but on a CPU, where one of 64 x 64 float32 and more
-    drops it (jax 0.10 to 0.12). Other platforms keep the plain maximum and its fusions.
+    XLA's own maximum is NaN there too, except on a CPU, where that of 64 x 64 float32 and
+    more drops it (jax 0.10 to 0.12). Other platforms keep the plain maximum and its fusions.
     """
     axes = tuple(range(x.ndim)) if axes is None else axes
-    found = jnp.max(x, axis=axes, keepdims=True)
+    maximum = jnp.max(x, axis=axes, keepdims=True)
     if platform() != "cpu":
-        return found
+        return maximum
     has_nan = jnp.any(jnp.isnan(x), axis=axes, keepdims=True)
-    return jnp.where(has_nan, jnp.asarray(jnp.nan, x.dtype), found)
+    return jnp.where(has_nan, jnp.asarray(jnp.nan, x.dtype), maximum)
 
 
 def _percentile(size: jax.Array, p: float, real: jax.Array | None, keep: dict):
@@ -183,12 +190,12 @@ def _percentile(size: jax.Array, p: float, real: jax.Array | None, keep: dict):
     return jnp.where(jnp.any(jnp.isnan(size), **keep), jnp.nan, inside)
 
 
-def fixed_range(how: Calibration, ndim: int, dtype) -> dict:
-    """The constant window of `fixed`: one for the whole tensor, whatever the axes."""
+def fixed_range(calibration: Calibration, ndim: int, dtype) -> dict:
+    """Returns the constant window of `fixed`, one for the whole tensor."""
     fill = functools.partial(jnp.full, (1,) * ndim, dtype=dtype)
-    if how.is_asymmetric:
-        return {"min": fill(how.args[0]), "max": fill(how.args[1])}
-    return {"absmax": fill(how.args[0])}
+    if calibration.is_asymmetric:
+        return {"min": fill(calibration.args[0]), "max": fill(calibration.args[1])}
+    return {"absmax": fill(calibration.args[0])}
 
 
 # --- statistics over time ---------------------------------------------------------------------
@@ -196,7 +203,7 @@ def fixed_range(how: Calibration, ndim: int, dtype) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Static ranges: what the ranges of many batches come to, one subclass per way.
+    """Combines the ranges of many batches into one static range. Each way is a subclass.
 
     State is {"count": int32, "<what>_of_<part>": float32}, all zeros at first; its keys say
     how it was gathered (`statistic_of`). Until more than `bootstrap_steps` ranges were seen,
@@ -207,24 +214,24 @@ class Statistic:
 
     @property
     def what(self) -> str:
-        """How keys of its state begin."""
+        """The word that the keys of its state begin with."""
         raise NotImplementedError
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of state for ranges of this shape."""
+        """Returns the shape that state has for ranges of this shape."""
         return shape
 
-    def _add(self, part: str, held, value, count) -> jax.Array:
-        """State after a batch, the `count`-th."""
+    def _add(self, part: str, past, value, count) -> jax.Array:
+        """Returns the state after the `count`-th batch, whose range is `value`."""
         raise NotImplementedError
 
-    def _read(self, part: str, held, count) -> jax.Array:
-        """The range that state stands for."""
+    def _read(self, part: str, past, count) -> jax.Array:
+        """Returns the range that this state stands for."""
         del part, count
-        return held
+        return past
 
     def within(self, seen: Range, axes: tuple[int, ...]) -> dict[str, jax.Array]:
-        """One range for a batch that has many, over the axes it lies along."""
+        """Combines the ranges along `axes`, those of one batch, into one range."""
         return {
             k: -largest(-v, axes) if k == "min" else largest(v, axes)
             for k, v in seen.items()
@@ -243,13 +250,13 @@ class Statistic:
         _check_same_parts(state, seen)
         new = {"count": state["count"] + 1}
         for name, value in seen.items():
-            held = state[f"{self.what}_of_{name}"]
-            if held.shape != self._shape(value.shape):
+            past = state[f"{self.what}_of_{name}"]
+            if past.shape != self._shape(value.shape):
                 raise ValueError(
                     f"range {name!r} now has shape {value.shape}, but the statistics were "
-                    f"gathered with {held.shape}. Name the axes that vary in act_batch_axes."
+                    f"gathered with {past.shape}. Name the axes that vary in act_batch_axes."
                 )
-            added = self._add(name, held, value.astype(jnp.float32), new["count"])
+            added = self._add(name, past, value.astype(jnp.float32), new["count"])
             new[f"{self.what}_of_{name}"] = added
         return new
 
@@ -257,29 +264,30 @@ class Statistic:
         self, state: Mapping[str, jax.Array], default: Range | None = None
     ) -> dict:
         parts = {k.split("_of_")[-1]: v for k, v in state.items() if k != "count"}
-        found = {k: self._read(k, v, state["count"]) for k, v in parts.items()}
+        gathered = {k: self._read(k, v, state["count"]) for k, v in parts.items()}
         if default is None:
-            return found
+            return gathered
         _check_same_parts(state, default)
         seen = state["count"] > self.bootstrap_steps
         return {
-            k: jnp.where(seen, found[k].astype(v.dtype), v) for k, v in default.items()
+            k: jnp.where(seen, gathered[k].astype(v.dtype), v)
+            for k, v in default.items()
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Average(Statistic):
-    """The mean of every range seen; within a batch, too."""
+    """The mean of every range seen, and of the ranges within one batch."""
 
     @property
     def what(self) -> str:
         return "sum"
 
-    def _add(self, part: str, held, value, count) -> jax.Array:
-        return held + value
+    def _add(self, part: str, past, value, count) -> jax.Array:
+        return past + value
 
-    def _read(self, part: str, held, count) -> jax.Array:
-        return held / jnp.maximum(count, 1).astype(jnp.float32)
+    def _read(self, part: str, past, count) -> jax.Array:
+        return past / jnp.maximum(count, 1).astype(jnp.float32)
 
     def within(self, seen: Range, axes: tuple[int, ...]) -> dict[str, jax.Array]:
         return {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in seen.items()}
@@ -293,8 +301,8 @@ class Widest(Statistic):
     def what(self) -> str:
         return "max"
 
-    def _add(self, part: str, held, value, count) -> jax.Array:
-        return (jnp.minimum if part == "min" else jnp.maximum)(held, value)
+    def _add(self, part: str, past, value, count) -> jax.Array:
+        return (jnp.minimum if part == "min" else jnp.maximum)(past, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,9 +316,9 @@ class Ema(Statistic):
     def what(self) -> str:
         return f"ema,{self.decay:g}"
 
-    def _add(self, part: str, held, value, count) -> jax.Array:
+    def _add(self, part: str, past, value, count) -> jax.Array:
         weight = (1 - self.decay) / (1 - self.decay ** count.astype(jnp.float32))
-        return held + weight * (value - held)
+        return past + weight * (value - past)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,14 +335,14 @@ class Percentile(Statistic):
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.LENGTH, *shape
 
-    def _add(self, part: str, held, value, count) -> jax.Array:
-        return held.at[(count - 1) % self.LENGTH].set(value)
+    def _add(self, part: str, past, value, count) -> jax.Array:
+        return past.at[(count - 1) % self.LENGTH].set(value)
 
-    def _read(self, part: str, held, count) -> jax.Array:
-        row = jnp.arange(self.LENGTH).reshape(-1, *[1] * (held.ndim - 1))
-        is_seen = jnp.broadcast_to(row < jnp.maximum(count, 1), held.shape)
-        low = -1 if part == "min" else 1
-        return low * _percentile(low * held, self.percent, is_seen, {"axis": 0})
+    def _read(self, part: str, past, count) -> jax.Array:
+        row = jnp.arange(self.LENGTH).reshape(-1, *[1] * (past.ndim - 1))
+        is_seen = jnp.broadcast_to(row < jnp.maximum(count, 1), past.shape)
+        sign = -1 if part == "min" else 1
+        return sign * _percentile(sign * past, self.percent, is_seen, {"axis": 0})
 
 
 #     over batches   the statistic        what is written      the number lies in
@@ -348,7 +356,8 @@ _OVER_BATCHES = {
 
 @functools.cache
 def statistic(text: bool | str) -> Statistic:
-    """What `act_static_scale` asks for: True and "mean", "max", "ema,0.99", "percentile,99".
+    """Reads what `act_static_scale` asks for: True (which is "mean"), "mean", "max",
+    "ema,0.99" or "percentile,99".
 
     >>> statistic("ema,0.9").decay
     0.9
@@ -376,7 +385,7 @@ def statistic(text: bool | str) -> Statistic:
 
 
 def statistic_of(state: Mapping[str, jax.Array]) -> Statistic:
-    """The statistic that a state was gathered by."""
+    """Returns the statistic that gathered this state."""
     what = {k.split("_of_")[0] for k in state if k != "count"}
     if len(what) != 1:
         raise ValueError(f"{sorted(state)} are not the parts of one statistic.")
@@ -385,11 +394,11 @@ def statistic_of(state: Mapping[str, jax.Array]) -> Statistic:
 
 
 def _check_same_parts(state: Mapping[str, jax.Array], seen: Range) -> None:
-    """Refuses a range of another kind than the statistics are of."""
-    held = {k.split("_of_")[-1] for k in state if k != "count"}
-    if held != set(seen):
+    """Refuses a range of another kind than the statistics were gathered from."""
+    gathered = {k.split("_of_")[-1] for k in state if k != "count"}
+    if gathered != set(seen):
         raise ValueError(
-            f"the statistics are of {sorted(held)}, and the range has {sorted(seen)}: they "
+            f"the statistics are of {sorted(gathered)}, and the range has {sorted(seen)}: they "
             "were gathered with another calibration. Gather them anew, or use that one."
         )
 
@@ -398,8 +407,8 @@ def _check_same_parts(state: Mapping[str, jax.Array], seen: Range) -> None:
 class AmaxHistory:
     """Delayed scaling: the largest |x| of the last `length` steps sets the next scale.
 
-    State is a float32 vector; the newest is in slot 0, which pushes out slot 1, as Flax has
-    it. A history of zeros means nothing was seen.
+    State is a float32 vector. As in Flax, the newest is in slot 0 and pushes out slot 1, the
+    oldest. A history of zeros means that nothing was seen.
     """
 
     length: int = 1024

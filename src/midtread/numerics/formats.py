@@ -42,13 +42,13 @@ class Grid:
     largest: float
 
     def exponent(self, x: jax.Array) -> jax.Array:
-        """Of the binade that `x` (float32) lies in; subnormals and 0 lie in the lowest."""
+        """Returns the exponent of x's binade (float32); subnormals and 0 are in the lowest."""
         _, exponent = jnp.frexp(x)  # |x| in [2^(e-1), 2^e), but e = 0 for 0
         lowest = jnp.abs(x) < 2.0**self.min_exponent
         return jnp.where(lowest, self.min_exponent, exponent - 1)
 
     def step(self, x: jax.Array) -> jax.Array:
-        """Distance between neighbours of the grid around `x` (float32)."""
+        """Returns the distance between neighbours of the grid around `x` (float32)."""
         return jnp.ldexp(jnp.ones_like(x), self.exponent(x) - self.mantissa)
 
 
@@ -93,17 +93,17 @@ class Format:
 
     @property
     def is_emulated(self) -> bool:
-        """The container is wider than the format."""
+        """Whether the container is wider than the format."""
         return dtype_bits(self.dtype) > self.bits
 
     @property
     def is_linear(self) -> bool:
-        """Codes are the values: matmuls may run on them and scale afterwards."""
+        """Whether codes are the values, so that matmuls may run on them and scale afterwards."""
         return self.table is None
 
     @property
     def has_nan(self) -> bool:
-        """Of the small floats those of 8 bits have one, those of 4 and 6 have none."""
+        """Whether it has a NaN: small floats of 8 bits do, those of 4 and 6 do not."""
         return self.grid is not None and self.bits == 8
 
     @property
@@ -134,7 +134,7 @@ def _float(name, mantissa, min_exponent, largest, bits=8, dtype=None, **columns)
 
 
 def _grid_values(grid: Grid, bits: int) -> tuple[float, ...]:
-    """Code -> value for a sign-magnitude float without a dtype of its own (float6)."""
+    """Returns the value of each code of a sign-magnitude float without a dtype (float6)."""
     per_binade = 2**grid.mantissa
     positive = []
     for code in range(2 ** (bits - 1)):
@@ -147,7 +147,7 @@ def _grid_values(grid: Grid, bits: int) -> tuple[float, ...]:
 
 
 def _float6(name, mantissa, min_exponent, largest, **columns):
-    # Codes in uint8: jax 0.10.2 aborts when it traces a float6 dtype.
+    # Codes are in uint8, because jax 0.10.2 aborts when it traces a float6 dtype.
     table = _grid_values(Grid(mantissa, min_exponent, largest), 6)
     return _float(
         name, mantissa, min_exponent, largest, 6, np.uint8, table=table, **columns
@@ -180,7 +180,7 @@ ROWS = [
     _float("float4_e2m1fn",            1,     0,     6.0, bits=4),
     _float6("float6_e2m3fn",           3,     0,     7.5),
     _float6("float6_e3m2fn",           2,    -2,    28.0),
-    # Shared power-of-two scales (OCP microscaling) and NVIDIA's two-level scales.
+    # These share power-of-two scales (OCP microscaling) or have NVIDIA's two-level scales.
     _float("mxfp8",                    3,    -6,   448.0, dtype=_E4M3, tile=32, scale="pow2_ceil"),
     _float("mxfp8_e5m2",               2,   -14, 57344.0, dtype=jnp.float8_e5m2, tile=32, scale="pow2_ceil"),
     _float("mxfp8_16",                 3,    -6,   448.0, dtype=_E4M3, tile=16, scale="pow2_ceil"),
@@ -188,7 +188,7 @@ ROWS = [
     _float6("mxfp6_e3m2",              2,    -2,    28.0, tile=32, scale="pow2_ceil"),
     _float("mxfp4",                    1,     0,     6.0, bits=4, dtype=_E2M1, tile=32, scale="pow2_ceil"),
     _float("nvfp4",                    1,     0,     6.0, bits=4, dtype=_E2M1, tile=16, scale="two_level"),
-    # Lookups. One bit is a sign: the best scale for it is the mean magnitude, not the largest.
+    # These are lookups. One bit is a sign, whose best scale is the mean magnitude, not the largest.
     Format("nf4",  np.dtype(jnp.uint4), 4, 1.0, table=NF4),
     Format("int1", np.dtype(jnp.uint2), 1, 1.0, table=(-1.0, 1.0), statistic="absmean"),
 ]  # fmt: skip
@@ -205,7 +205,7 @@ ALIASES = {
 
 
 def as_format(qtype: Any) -> Format:
-    """The row of `FORMATS` for a name, an alias, a dtype, a jnp scalar type, or a Format.
+    """Finds the row of `FORMATS` for a name, an alias, a dtype, a jnp scalar type, or a Format.
 
     >>> as_format("fp8") == as_format(jnp.float8_e4m3fn)
     True
@@ -242,13 +242,13 @@ def _dtype_name(qtype: Any) -> str:
 
 @functools.cache
 def _name_of(dtype: Any) -> str:
-    """NumPy makes a dtype's name anew whenever it is asked."""
+    """Returns a dtype's name, which NumPy computes anew whenever it is asked."""
     return np.dtype(dtype).name
 
 
 @functools.cache
 def dtype_bits(dtype: Any) -> int:
-    """Bits of one element, by the dtype's definition."""
+    """Returns the bits of one element by the dtype's definition."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return int(jnp.finfo(dtype).bits)
@@ -257,9 +257,9 @@ def dtype_bits(dtype: Any) -> int:
 
 @functools.cache
 def stored_bits(dtype: Any) -> int:
-    """Bits that one element really takes in the default device's memory.
+    """Returns the bits that one element really takes in the default device's memory.
 
-    Four for int4 on a GPU; XLA on a CPU kept a whole byte for each until jax 0.12.
+    An int4 takes four on a GPU; on a CPU it took a whole byte until jax 0.12.
     """
     if dtype_bits(dtype) >= 8:
         return dtype_bits(dtype)

@@ -13,7 +13,7 @@ from midtread.numerics.rounding import uniform
 
 
 def matrix(size: int) -> np.ndarray:
-    """The Sylvester Hadamard matrix of a power of two.
+    """Makes Sylvester's Hadamard matrix, [size, size]; `size` is a power of two.
 
     >>> matrix(2).tolist()
     [[1.0, 1.0], [1.0, -1.0]]
@@ -29,7 +29,7 @@ def matrix(size: int) -> np.ndarray:
 def rotate(
     x: jax.Array, size: int, key: jax.Array, axis: int = -1, site=()
 ) -> jax.Array:
-    """`x` rotated along `axis` in runs of `size`, padded with zeros to whole runs."""
+    """Rotates `x` along `axis` in runs of `size`, padded with zeros to whole runs."""
     x = jnp.moveaxis(x, axis, -1)
     pad = -x.shape[-1] % size
     runs = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])

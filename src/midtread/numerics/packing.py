@@ -18,7 +18,7 @@ from midtread.numerics.formats import Format
 
 
 def pack_bits(raw: np.ndarray, bits: int) -> np.ndarray:
-    """The lowest `bits` of each number, end to end along the last axis.
+    """Lays the lowest `bits` of each number end to end along the last axis.
 
     Args:
         raw: uint8 [..., n].
@@ -33,7 +33,7 @@ def pack_bits(raw: np.ndarray, bits: int) -> np.ndarray:
     *rows, count = raw.shape
     mask = np.uint8((1 << bits) - 1)
     per_byte, rest = divmod(8, bits)
-    if rest == 0 and count % per_byte == 0:  # the same, many times faster
+    if rest == 0 and count % per_byte == 0:  # the same bytes, many times faster
         out = np.ascontiguousarray(raw & mask)
         while bits < 8:  # two neighbours become one, of twice the bits
             pairs = out.view("<u2")
@@ -46,37 +46,39 @@ def pack_bits(raw: np.ndarray, bits: int) -> np.ndarray:
     for i in range(min(count, 8)):
         every = raw[..., i::8] & mask
         words[..., : every.shape[-1]] |= every.astype("<u8") << np.uint64(bits * i)
-    held = words[..., None].view(np.uint8)[..., :bits]
-    return held.reshape(*rows, -1)[..., : math.ceil(count * bits / 8)]
+    bytes_of_words = words[..., None].view(np.uint8)[..., :bits]
+    return bytes_of_words.reshape(*rows, -1)[..., : math.ceil(count * bits / 8)]
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The first `count` numbers of each row again, in uint8.
+    """Reads back the first `count` numbers of each row, in uint8.
 
     Args:
         packed: uint8 [..., at least ceil(count * bits / 8)].
         bits: 1 to 8.
-        count: of numbers in a row.
+        count: how many numbers a row has.
 
     >>> unpack_bits(np.array([33, 3], np.uint8), 4, 3).tolist()
     [1, 2, 3]
     """
     *rows, size = packed.shape
     per_byte, rest = divmod(8, bits)
-    if rest == 0:  # the same, several times faster
+    if rest == 0:  # the same numbers, several times faster
         used = packed[..., : -(-count // per_byte)]
         out = np.empty((*used.shape, per_byte), np.uint8)
         for i in range(per_byte):
             out[..., i] = used >> np.uint8(bits * i) & np.uint8((1 << bits) - 1)
         return out.reshape(*rows, -1)[..., :count]
     num_words = -(-count // 8)
-    held = np.zeros((*rows, num_words, 8), np.uint8)
+    bytes_of_words = np.zeros((*rows, num_words, 8), np.uint8)
     used = min(size, num_words * bits)
     whole = used // bits
-    held[..., :whole, :bits] = packed[..., : whole * bits].reshape(*rows, whole, bits)
+    bytes_of_words[..., :whole, :bits] = packed[..., : whole * bits].reshape(
+        *rows, whole, bits
+    )
     if used % bits:  # the last word is not whole
-        held[..., whole, : used % bits] = packed[..., whole * bits : used]
-    words = held.view("<u8")[..., 0]
+        bytes_of_words[..., whole, : used % bits] = packed[..., whole * bits : used]
+    words = bytes_of_words.view("<u8")[..., 0]
     out = np.empty((*rows, num_words, 8), np.uint8)
     mask = np.uint64((1 << bits) - 1)
     for i in range(8):
@@ -85,7 +87,7 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """Codes as bytes: ceil(number of codes * bits / 8) of them.
+    """Packs codes into ceil(number of codes * bits / 8) bytes.
 
     >>> from midtread.numerics.formats import FORMATS
     >>> pack(np.array([1, -1, 2], np.int8), FORMATS["int4"]).tolist()
@@ -96,7 +98,7 @@ def pack(codes: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, fmt: Format, shape: tuple[int, ...]) -> np.ndarray:
-    """The codes again, in the format's container."""
+    """Reads packed codes back into the format's container."""
     count = math.prod(shape)
     expected = math.ceil(count * fmt.bits / 8)
     if packed.dtype != np.uint8 or packed.size != expected:

@@ -2,12 +2,13 @@
 
 import jax
 
-# One that is not there (kernels/environment.py); part of jit's cache key.
+# The platform of a device that is not there and is only pretended
+# (kernels/environment.py). It is part of jit's cache key.
 pretended = jax.make_user_context(default_value=None)
 
 
 def platform() -> str:
-    """Where the computation being traced will run: 'cpu', 'gpu' or 'tpu'."""
+    """Says where the computation being traced will run: 'cpu', 'gpu' or 'tpu'."""
     if pretended.value is not None:
         return pretended.value
     device = jax.config.jax_default_device

@@ -36,10 +36,10 @@ _PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
 
 
 class _NotAnArray:
-    """What JAX is given for a QArray where it expects an array.
+    """JAX is given this for a QArray where it expects an array.
 
-    `x @ q` is left to QArray.__rmatmul__, because this is none of the types that JAX
-    multiplies; jnp.dot and the like print it in their error, and it says what to write.
+    JAX does not multiply this type, so `x @ q` is left to QArray.__rmatmul__; jnp.dot and
+    the like print it in their error, and it says what to write.
     """
 
     def __init__(self, array: "QArray"):
@@ -84,8 +84,8 @@ class QArray:
             an axis was never padded.
     """
 
-    # Said as Qwix says it: Tokamax reads these annotations. Placeholders (shapes,
-    # shardings, block specs, Flax's boxes) may stand in for arrays.
+    # These annotations are written as Qwix writes them, because Tokamax reads them.
+    # Placeholders (shapes, shardings, block specs, Flax's boxes) may stand in for arrays.
     qvalue: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None = None
@@ -100,15 +100,15 @@ class QArray:
         elif self.qtype is not None:
             object.__setattr__(self, "qtype", _canonical(self.qtype))
 
-    # What it looks like from outside: an array of the scale's dtype.
+    # From outside it looks like an array of the scale's dtype.
     @property
     def shape(self) -> tuple[int, ...]:
-        held = tuple(self.qvalue.shape)
+        padded = tuple(self.qvalue.shape)
         if self.logical is None:
-            return held
-        known = (None,) * len(held) + self.logical
+            return padded
+        known = (None,) * len(padded) + self.logical
         return tuple(
-            k if k is not None else n for n, k in zip(held, known[-len(held) :])
+            k if k is not None else n for n, k in zip(padded, known[-len(padded) :])
         )
 
     @property
@@ -129,8 +129,8 @@ class QArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory, as this backend holds them."""
-        return sum(_held_bytes(part) for part in jax.tree.leaves(self))
+        """The bytes that it takes in this backend's memory."""
+        return sum(_bytes_in_memory(part) for part in jax.tree.leaves(self))
 
     @property
     def scale_tile_shape(self) -> tuple[int, ...]:
@@ -146,16 +146,16 @@ class QArray:
         return dataclasses.replace(self, **changes)
 
     def astype(self, dtype) -> "QArray":
-        """The same codes under a scale of another dtype."""
+        """Returns the same codes under a scale of another dtype."""
         return self.replace(scale=self.scale.astype(dtype))
 
     def map(self, fn: Callable, **changes) -> "QArray":
-        """`fn` applied to every array part."""
+        """Applies `fn` to every array part."""
         parts = {name: getattr(self, name) for name in _PARTS}
         parts = {k: fn(v) for k, v in parts.items() if v is not None}
         return self.replace(**parts, **changes)
 
-    # Views: the same elements, differently arranged.
+    # Views have the same elements, differently arranged.
     def transpose(self, *axes) -> "QArray":
         return views.transpose(self, axes)
 
@@ -172,14 +172,14 @@ class QArray:
         return views.take(self, index)
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
-        """The float array that the codes stand for: `mt.dequantize`."""
+        """Returns the float array that the codes stand for, as `mt.dequantize` does."""
         return dequantize(self, dtype)
 
-    __array_ufunc__ = None  # NumPy's arrays leave @ and == to us
+    __array_ufunc__ = None  # NumPy's arrays then leave @ and == to us
 
     def __eq__(self, other: object) -> Any:
-        """As arrays compare: element by element, what the codes stand for. Placeholders
-        (shapes, block specs) are the same or not."""
+        """Compares what the codes stand for element by element, as arrays compare.
+        Placeholders (shapes, block specs) are equal as a whole or not."""
         if not isinstance(self.qvalue, jax.Array):
             return isinstance(other, QArray) and self._fields() == other._fields()
         return dequantize(self) == (
@@ -193,8 +193,8 @@ class QArray:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
 
     def shardings(self, sharding: jax.sharding.NamedSharding) -> "QArray":
-        """The NamedSharding of each part when the values have `sharding`: a scale is cut
-        along with its values where its extent allows, and whole elsewhere."""
+        """Returns the NamedSharding of each part when the values have `sharding`. A scale is
+        cut along with its values where its extent allows, and is whole elsewhere."""
         return self.map(lambda part: views.part_sharding(sharding, part.shape))
 
     def __array__(self, *_, **__):
@@ -228,16 +228,16 @@ _format_of = functools.cache(formats.as_format)
 
 @functools.cache
 def _canonical(qtype: Any) -> Any:
-    """A format's own name for itself; wide floats are their own."""
+    """Returns what a format calls itself (`Format.qtype`); a wide float stays as it is."""
     return qtype if _is_wide(qtype) else formats.as_format(qtype).qtype
 
 
 def _is_wide(qtype: Any) -> bool:
-    """Whether the codes are wide floats: gradients of them, say, or an average."""
+    """Whether the codes are wide floats, as gradients or averages of codes are."""
     return not isinstance(qtype, str) and is_wide(qtype)
 
 
-def _held_bytes(part: Any) -> int:
+def _bytes_in_memory(part: Any) -> int:
     if isinstance(part, jax.Array) and not isinstance(part, jax.core.Tracer):
         if formats.dtype_bits(part.dtype) < 8:
             return part.on_device_size_in_bytes()
@@ -254,7 +254,7 @@ def _megabytes(q: QArray) -> str:
 
 
 def validate(q: QArray) -> None:
-    """Raises ValueError if the parts do not belong together; placeholders pass."""
+    """Raises a ValueError if the parts do not belong together; placeholders pass."""
     if not isinstance(q.qvalue, jax.Array):
         return
     for name in ("scale", "zero_point", "global_scale", "pre_scale"):
@@ -292,7 +292,7 @@ def validate(q: QArray) -> None:
 
 
 def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
-    """The range each scale should cover, in the scale's shape and x's dtype."""
+    """Returns the range each scale should cover, in the scale's shape and x's dtype."""
     _check_input(x)
     if spec.method == "fixed":
         return fixed_range(spec.calibration, x.ndim, x.dtype)
@@ -314,7 +314,8 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
 def _least_squares_window(
     x: jax.Array, spec: Spec, counts: tuple[int, ...]
 ) -> jax.Array:
-    """Of n windows f * absmax, f = 1, (n-1)/n ..., the one that loses least, per tile."""
+    """Returns, for each tile, the window of least squared error among f * absmax with
+    f = 1, (n-1)/n, ..., 1/n."""
     num = int(spec.calibration.args[0]) if spec.calibration.args else 32
     split, axes = views.split(x.shape, counts)
     absmax = largest(jnp.abs(x.reshape(split)), axes).reshape(counts)
@@ -337,7 +338,7 @@ def _least_squares_window(
 def quantize_to_range(
     x: jax.Array, spec: Spec, range_: Range, key=None, site=(), origin=None
 ) -> QArray:
-    """Quantize with a range found earlier: static, delayed, or `calibrate`'s."""
+    """Quantizes with a range that is known: static, delayed, or `calibrate`'s."""
     _check_input(x)
     scales = scales_of(range_, spec)
     padded = _whole_tiles(x.shape, spec, scales.scale.shape)
@@ -357,22 +358,24 @@ def quantize_to_scale(
     fmt: formats.Format,
     scale: jax.Array,
     zero_point: jax.Array | None = None,
-    how: str = "nearest",
+    method: str = "nearest",
     noise: rounding.Noise | None = None,
 ) -> QArray:
-    """Quantize with a scale found earlier, which is kept in x's dtype."""
+    """Quantizes with a scale that is known, and that is kept in x's dtype."""
     scale = settled(scale.astype(x.dtype))
-    # In float32 whatever x is: a bfloat16 quotient has too few bits to be rounded twice.
-    # By reciprocal, as XLA divides by a broadcast scale, so that no context does otherwise.
+    # This is done in float32 whatever x is, since a bfloat16 quotient has too few bits to be
+    # rounded twice; and by reciprocal, because XLA divides by a broadcast scale that way in
+    # some contexts and the codes must be the same in all.
     inverse = 1 / scale.astype(jnp.float32)
     units = views.broadcast_with(jnp.multiply, x.astype(jnp.float32), inverse)
     if zero_point is not None:
         units = views.broadcast_with(jnp.add, units, zero_point.astype(jnp.float32))
-    codes = rounding.encode(units, fmt, how, noise)
+    codes = rounding.encode(units, fmt, method, noise)
     return QArray(codes, scale, zero_point, fmt.qtype)
 
 
 def scales_of(range_: Range, spec: Spec) -> Scales:
+    """Turns a range into the scales that `spec` asks for."""
     if spec.method == "delayed" and spec.calibration.args:
         margin = 2.0 ** spec.calibration.args[0]  # headroom for what is to come
         range_ = {k: v * jnp.asarray(margin, v.dtype) for k, v in range_.items()}
@@ -380,7 +383,7 @@ def scales_of(range_: Range, spec: Spec) -> Scales:
 
 
 def settled(scale: jax.Array) -> jax.Array:
-    """A bfloat16 scale really rounded: left to itself XLA may go on with the float32."""
+    """Rounds a bfloat16 scale for certain: XLA may otherwise go on with the float32."""
     if scale.dtype != jnp.bfloat16:
         return scale
     exact = jax.lax.reduce_precision(scale.astype(jnp.float32), 8, 7)
@@ -388,13 +391,13 @@ def settled(scale: jax.Array) -> jax.Array:
 
 
 def _whole_tiles(shape, spec: Spec, counts) -> tuple[int, ...]:
-    """`shape` padded where the scale has more than one tile on an axis."""
+    """Pads `shape` to whole tiles on the axes where the scale has more than one."""
     padded, _ = spec.layout(shape)
     return tuple(p if s != 1 else n for n, p, s in zip(shape, padded, counts))
 
 
 def store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
-    """The scale in the dtype asked for; in e4m3 the tensor level stands apart."""
+    """Stores the scale in the dtype asked for; in e4m3 the tensor's level stands apart."""
     if spec.scale_dtype is None:
         return q
     if spec.scale_dtype.name == "float8_e4m3fn":
@@ -406,7 +409,7 @@ def store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
 def quantize_by_spec(
     x: jax.Array, spec: Spec, key=None, site=(), origin=None
 ) -> QArray:
-    """Calibrate, then quantize."""
+    """Calibrates, then quantizes."""
     return quantize_to_range(x, spec, calibrate(x, spec), key, site, origin)
 
 
@@ -436,7 +439,7 @@ def quantize(
         channelwise_axes: axes where each index has its own scale.
         tiled_axes: {axis: t}, one scale per t neighbours; a float t is a fraction.
         calibration_method: how the range is found, see `numerics/calibration.py`.
-        scale_dtype: of the stored scale, and so of the dequantized array.
+        scale_dtype: the dtype of the stored scale, and so of the dequantized array.
         rounding: 'nearest', or 'stochastic' with a `key`.
         scale_rule: how scales are rounded, see `numerics/scales.py`; None: as the format
             says.
@@ -462,7 +465,7 @@ def quantize(
 
 
 def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
-    """The float array that the codes stand for.
+    """Returns the float array that the codes stand for.
 
     >>> q = quantize(jnp.array([1.0, 0.5]), "int4")
     >>> dequantize(q).tolist()
@@ -470,7 +473,7 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
 
     Args:
         array: a QArray.
-        dtype: of the result; None for the dtype of the scale.
+        dtype: the dtype of the result; None for the dtype of the scale.
 
     Returns:
         An array of the shape that was quantized.
@@ -491,6 +494,12 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
         if factor is not None:
             value = views.broadcast_with(jnp.multiply, value, factor.astype(wide))
     return views.crop_to(value.astype(dtype or array.dtype), array.shape)
+
+
+def is_float(x: Any) -> bool:
+    """Whether `x` is a plain array of a float that can be quantized."""
+    is_array = hasattr(x, "ndim") and not isinstance(x, QArray)
+    return is_array and hasattr(x, "dtype") and is_wide(x.dtype)
 
 
 def _check_input(x: Any) -> None:

@@ -22,14 +22,14 @@ from midtread.numerics.formats import Format
 
 ROUNDINGS = ("nearest", "stochastic", "uniform", "low_bit_uniform")
 
-# x (float32) -> the noise to round it with, of a shape that broadcasts to x's
+# A function from the shape of x to the noise to round x with, which broadcasts to that shape.
 Noise = Callable[[tuple[int, ...]], jax.Array]
 
 
 def encode(
     x: jax.Array, fmt: Format, rounding: str = "nearest", noise: Noise | None = None
 ) -> jax.Array:
-    """Codes of `x`, which is already in units of the scale. Saturates; NaN becomes code 0, or NaN if the format has it."""
+    """Returns the codes of `x`, which is in units of the scale. It saturates; NaN becomes code 0, or NaN if there is one."""
     x = x.astype(jnp.float32)
     if fmt.grid is not None:
         return _encode_float(x, fmt, rounding, noise)
@@ -38,21 +38,21 @@ def encode(
     assert fmt.codes is not None
     low, high = fmt.codes
     if rounding == "stochastic":
-        # Changes no code. Left to itself a GPU compiler fuses the product by 1 / scale with
-        # the subtraction of its floor, unrounded, and a few codes differ from everyone's.
+        # This changes no code. Without it a GPU compiler fuses the product by 1 / scale with
+        # the subtraction of its floor, unrounded, and a few codes differ from other backends'.
         x = jnp.clip(x, low - 1, high + 1)
     return jnp.clip(_round(x, rounding, noise), low, high).astype(fmt.dtype)
 
 
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
-    """The value of each code, exact: codes themselves where they are values, else float32."""
+    """Returns the exact value of each code: the code itself where it is the value, else float32."""
     if fmt.table is None:
         return codes
     return jnp.asarray(fmt.table, jnp.float32)[codes.astype(jnp.int32)]
 
 
 def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
-    """To an integer, still in float32."""
+    """Rounds to an integer, which stays in float32."""
     if rounding == "nearest":
         return jnp.round(x)
     assert noise is not None, rounding
@@ -78,8 +78,8 @@ def _encode_float(x, fmt, rounding, noise):
     x = jnp.clip(_round(x / step, rounding, noise) * step, -grid.largest, grid.largest)
     if fmt.is_linear:
         return x.astype(fmt.dtype)  # exact by now
-    # No dtype to cast to: exponent and mantissa by hand. The implicit bit carries into the exponent, so that
-    # code = (binades above the lowest) * 2^mantissa + (|x| in steps) holds for subnormals and normals alike.
+    # There is no dtype to cast to, so this computes exponent and mantissa. The implicit bit carries into the exponent, so
+    # that code = (binades above the lowest) * 2^mantissa + (|x| in steps) holds for subnormals and normals alike.
     binade = grid.exponent(x) - grid.min_exponent
     steps = (jnp.abs(x) / grid.step(x)).astype(jnp.int32)
     code = binade * 2**grid.mantissa + steps
@@ -91,7 +91,7 @@ def _encode_table(x, fmt, rounding, noise):
     table = jnp.asarray(fmt.table, jnp.float32)
     x = jnp.clip(x, table[0], table[-1])
     if rounding == "nearest":
-        # counting the midpoints passed: strict on the left, so a tie goes to the lower code, as argmin would
+        # The code is the number of midpoints below x. A tie goes to the lower code, as argmin would have it.
         return _count(x, (x > edge for edge in _edges(fmt.table))).astype(fmt.dtype)
     below = _count(x, (x >= level for level in fmt.table[1:-1]))
     low, high = table[below], table[below + 1]
@@ -100,14 +100,14 @@ def _encode_table(x, fmt, rounding, noise):
 
 
 def _edges(table):
-    """Midpoints, rounded down to float32: a float32 lies above one iff it lies above the other."""
+    """Returns midpoints rounded down to float32. A float32 lies above one if and only if it lies above the exact one."""
     middles = (np.array(table[1:]) + np.array(table[:-1])) / 2
     edges = middles.astype(np.float32)
     return np.where(edges > middles, np.nextafter(edges, np.float32(-np.inf)), edges)
 
 
 def _count(x, claims):
-    """How many of the claims hold for each element of `x`."""
+    """Counts how many of the claims hold for each element of `x`."""
     return sum(
         (claim.astype(jnp.int32) for claim in claims), jnp.zeros(x.shape, jnp.int32)
     )
@@ -117,10 +117,10 @@ def _count(x, claims):
 
 
 def by_chance(x: jax.Array, fmt: Format, chance: jax.Array) -> jax.Array:
-    """Codes of `x`, in units of the scale: the one above with probability (x - below) / step.
+    """Returns codes of `x`, which is in units of the scale: the one above with probability (x - below) / step.
 
-    As `encode` with rounding="stochastic", in fewer operations, for formats whose codes are their values; a
-    float format's subnormals go to the nearest.
+    This is `encode` with rounding="stochastic" in fewer operations, for formats whose codes are their values, but
+    subnormals of a float format go to the nearest.
 
     Args:
         chance: numbers in (0, 1), of x's shape.
@@ -134,20 +134,20 @@ def by_chance(x: jax.Array, fmt: Format, chance: jax.Array) -> jax.Array:
 
 
 def narrowed(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
-    """`x` (float32) in bfloat16 or float16, up or down by chance, so that its mean is x.
+    """Rounds `x` (float32) to bfloat16 or float16, up or down by chance, so that its mean is x.
 
     >>> third = narrowed(jnp.full(4096, 1 / 3), jnp.bfloat16, jax.random.bits(jax.random.key(0), (4096,), jnp.uint32))
     >>> bool(abs(third.astype(jnp.float32).mean() - 1 / 3) < 1e-4)
     True
 
     Args:
-        bits: random, uint32, of x's shape.
+        bits: random uint32 of x's shape.
     """
     return _cut_mantissa(x, jnp.finfo(dtype).nmant, bits >> 9).astype(dtype)
 
 
 def _cut_mantissa(x: jax.Array, mantissa: int, noise: jax.Array) -> jax.Array:
-    """`x` (float32) with that many bits of mantissa: what is cut carries by chance.
+    """Cuts `x` (float32) to that many bits of mantissa. What is cut off may carry, by chance.
 
     Args:
         noise: 23 random bits, uint32.
@@ -166,7 +166,7 @@ def _cut_mantissa(x: jax.Array, mantissa: int, noise: jax.Array) -> jax.Array:
 def make_noise(
     rounding: str, key: Any, site: Sequence[Any] = (), origin=None, noise_axes=(0,)
 ) -> Noise | None:
-    """The noise function of a rounding method; None for nearest."""
+    """Returns the noise function of a rounding method, None for nearest."""
     if rounding not in ROUNDINGS:
         raise ValueError(
             f"unknown rounding {rounding!r}. There are: {', '.join(ROUNDINGS)}."
@@ -197,7 +197,7 @@ def uniform(
     site: Sequence[Any] = (),
     origin: Sequence[Any] | None = None,
 ):
-    """Numbers in [0, 1) with 24 random bits, each a function of (key, site, global index) alone.
+    """Returns numbers in [0, 1) with 24 random bits, each a function of (key, site, global index) alone.
 
     >>> key = jax.random.key(0)
     >>> whole = uniform(key, (4, 6))
@@ -209,7 +209,7 @@ def uniform(
 
 
 def seed(key: Any, site: Sequence[Any] = ()) -> jax.Array:
-    """The hash of a key and a site: where that of positions begins."""
+    """Hashes a key and a site. `hashed` goes on from there with positions."""
     state = jnp.uint32(0)
     for word in (
         *jax.random.key_data(key).ravel().astype(jnp.uint32),
@@ -220,7 +220,7 @@ def seed(key: Any, site: Sequence[Any] = ()) -> jax.Array:
 
 
 def hashed(state: jax.Array, shape: Sequence[int], origin=None) -> jax.Array:
-    """`state` mixed with the index along each axis, one axis after another."""
+    """Mixes `state` with the index along each axis, one axis after another."""
     for axis, size in enumerate(shape):
         index = jax.lax.broadcasted_iota(
             jnp.uint32, (1,) * axis + (size,) + (1,) * (len(shape) - axis - 1), axis
@@ -234,7 +234,7 @@ def hashed(state: jax.Array, shape: Sequence[int], origin=None) -> jax.Array:
 
 
 def as_uniform(state: jax.Array) -> jax.Array:
-    """A hash as a number in [0, 1), from its upper 24 bits."""
+    """Turns the upper 24 bits of a hash into a number in [0, 1)."""
     upper = (state >> 8).astype(
         jnp.int32
     )  # from int32 a GPU converts exactly, and fast
@@ -248,7 +248,7 @@ def _word(part: Any) -> jax.Array:
 
 
 def mix(h: jax.Array) -> jax.Array:
-    """A bijection of 32 bits with low bias: two multiply-xorshift rounds (constants found by C. Wellons, 2018)."""
+    """Permutes 32-bit numbers with low bias, in two multiply-xorshift rounds (constants by C. Wellons, 2018)."""
     h = h + jnp.uint32(0x9E3779B9)
     h = (h ^ (h >> 16)) * jnp.uint32(0x21F0AAAD)
     h = (h ^ (h >> 15)) * jnp.uint32(0xD35A2D97)

@@ -29,15 +29,17 @@ _E4M3_MAX = 448.0
 
 
 class Scales(NamedTuple):
+    """What turns codes into values."""
+
     scale: jax.Array
     zero_point: jax.Array | None = None
     global_scale: jax.Array | None = None  # two_level only: scale = block level * this
 
 
 def compute_scales(range_: Range, fmt: Format, rule: str | None = None) -> Scales:
-    """Scales in the range's own dtype and shape."""
+    """Turns a range into scales of its own dtype and shape."""
     dtype = next(iter(range_.values())).dtype
-    if dtype == jnp.float16:  # its few exponents do not hold a span, nor small scales
+    if dtype == jnp.float16:  # too few exponents for max - min, and for small scales
         range_ = {k: v.astype(jnp.float32) for k, v in range_.items()}
     if "absmax" not in range_:
         return _asymmetric(range_, fmt, dtype)
@@ -54,21 +56,21 @@ def compute_scales(range_: Range, fmt: Format, rule: str | None = None) -> Scale
 
 
 def _over(x: jax.Array, divisor: float) -> jax.Array:
-    """x / divisor, by reciprocal: XLA does so in some contexts (a broadcast or constant
-    divisor) and not in others, and the bits of a scale must not depend on that."""
+    """Divides by multiplying with the reciprocal. XLA does so in some contexts (a broadcast
+    or constant divisor) and not in others, and a scale's bits must not depend on that."""
     wide = wide_dtype(x.dtype)
     return (x.astype(wide) * np.asarray(1 / divisor, wide)).astype(x.dtype)
 
 
 def _alive(scale: jax.Array) -> jax.Array:
-    """A dead tile has scale 1: 0 would give nan."""
+    """Gives a tile of zeros scale 1, because 0 / 0 would be nan."""
     tiny = jnp.sqrt(jnp.finfo(scale.dtype).tiny).astype(scale.dtype)
     return jnp.where(scale < tiny, jnp.ones_like(scale), scale)
 
 
 def _narrow(scale: jax.Array, dtype) -> jax.Array:
-    """To the array's dtype. What float16 could only hold as a subnormal is rounded up to
-    the next one: 0 would lose the tile, and less than needed would saturate it."""
+    """Casts to the array's dtype. A scale that is subnormal in float16 is rounded up: as 0 it
+    would lose the tile, and rounded down it would saturate the tile."""
     if dtype == jnp.float16:
         subnormal = jnp.ceil(scale * 2.0**24) * 2.0**-24
         scale = jnp.where(scale < 2.0**-14, subnormal, scale)
@@ -89,7 +91,7 @@ def _asymmetric(range_: Range, fmt: Format, dtype) -> Scales:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """floor(log2 x), exactly."""
+    """Returns floor(log2 x), exactly."""
     return jnp.frexp(x.astype(jnp.float32))[1] - 1
 
 
@@ -98,7 +100,7 @@ def _power(exponent: jax.Array, dtype) -> jax.Array:
 
 
 def _pow2_ceil(scale, absmax, fmt):
-    # exactly, where log2 of a rounded quotient is not: compare mantissas in [1/2, 1)
+    # log2 of a rounded quotient would not be exact; comparing mantissas in [1/2, 1) is.
     mantissa, exponent = jnp.frexp(absmax.astype(jnp.float32))
     bound_mantissa, bound_exponent = math.frexp(fmt.bound)
     carry = (mantissa > bound_mantissa).astype(exponent.dtype)
@@ -117,13 +119,14 @@ def _pow2_biased(scale, absmax, fmt):
 
 
 def _two_level(absmax: jax.Array, fmt: Format, dtype) -> Scales:
-    """Block scales in e4m3 over one float32 scale that uses their whole range."""
+    """Gives each block a scale in e4m3, and all of them one float32 scale, chosen so that
+    the largest block scale is e4m3's largest number."""
     absmax = absmax.astype(jnp.float32)
-    finite = jnp.isfinite(absmax)  # a poisoned tile must not poison the tensor
+    finite = jnp.isfinite(absmax)  # a tile with a nan must not make the tensor nan
     largest = jnp.max(jnp.where(finite, absmax, 0.0), keepdims=True)
     top = _alive(_over(largest, fmt.bound * _E4M3_MAX))
     block = _over(absmax, fmt.bound) / top
-    smallest = 2.0**-9  # e4m3's least subnormal: a live tile must not get scale 0
+    smallest = 2.0**-9  # e4m3's least subnormal; with scale 0 a tile would be lost
     block = jnp.where(absmax > 0, jnp.clip(block, smallest, _E4M3_MAX), 1.0)
     block = jnp.where(finite, block, jnp.nan)
     block = encode(block, as_format("e4m3")).astype(jnp.float32)

@@ -5,8 +5,8 @@
     offset d       the M members of a group lie d apart instead of side by side
 
 `Sparsity` also says when: nothing is pruned before `start_step`; from then on the mask
-is refreshed every `update_step` steps and kept in between. That takes someone who counts
-steps and holds the mask: `refresh`. A recipe does neither and prunes in every step, `apply`.
+is refreshed every `update_step` steps and kept in between. For that a caller counts steps,
+keeps the mask and calls `refresh`. A recipe does neither: it prunes in every step (`apply`).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Sparsity:
-    """Keeps n of every m weights, the largest.
+    """Keeps the n largest of every m weights.
 
     >>> Sparsity(2, 4).mask(jnp.array([[3.0, -9.0, 1.0, 4.0]])).tolist()
     [[False, True, False, True]]
@@ -62,11 +62,7 @@ class Sparsity:
             )
 
     def mask(self, x: jax.Array) -> jax.Array:
-        """True where `x` is kept.
-
-        >>> Sparsity(2, 4).mask(jnp.array([[3.0, -9.0, 1.0, 4.0]])).tolist()
-        [[False, True, False, True]]
-        """
+        """Returns a mask that is True where `x` is kept."""
         if self.order == "C":
             if x.ndim < 2:
                 raise ValueError(
@@ -83,10 +79,11 @@ class Sparsity:
         )
 
     def apply(self, x: jax.Array) -> jax.Array:
+        """Returns `x` with zeros where it is not kept."""
         return jnp.where(self.mask(x), x, jnp.zeros_like(x))
 
     def refresh(self, mask: jax.Array, x: jax.Array, step: jax.Array) -> jax.Array:
-        """The mask at `step`: all kept before the start, renewed on schedule after."""
+        """Returns the mask at `step`. Before the start it keeps everything."""
         since = step - self.start_step
         due = (since >= 0) & (since % self.update_step == 0)
         mask = jax.lax.cond(due, self.mask, lambda _: mask, x)
@@ -102,8 +99,8 @@ def _by_blocks(score: jax.Array, size: int) -> jax.Array:
 
 
 def _largest(score: jax.Array, n: int, m: int, offset: int) -> jax.Array:
-    """Top n of every group of m, ties to the earlier one. Groups run along the last axis
-    if they fit there, else over the flattened array."""
+    """Marks the largest n of every group of m, of equal ones the first. Groups run along the
+    last axis if they fit there, else over the flattened array."""
     fits = score.shape[-1] % (m * offset) == 0
     if not fits and score.size % (m * offset):
         raise ValueError(

@@ -19,7 +19,7 @@ An extent that its tile does not divide is padded with zeros to whole tiles.
 In a Recipe an axis has no number yet; there "kept" stands for every axis the matmul
 keeps and "summed" for the last one it sums ("summed_first" for the first). "group" is the
 axis of experts, which has one scale per index or one for all.
-`ops.contraction` puts numbers in their place.
+`Contraction.number_axes` replaces these names by numbers.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Format, sharing, calibration and rounding of one operand. It is checked when built.
+    """The format, sharing, calibration and rounding of one operand, checked when built.
 
     >>> Spec("int4", channelwise_axes=("kept",), tiled_axes={"summed": 128}).format.name
     'int4'
@@ -53,9 +53,9 @@ class Spec:
             as sorted pairs.
         calibration: how the range is found, such as "absmax" or "percentile,99.9".
         rounding: 'nearest' or 'stochastic'.
-        noise_axes: rows with a noise of their own, for Qwix's two stochastic methods.
-        scale_dtype: of the stored scale; None for the dtype of the array.
-        scale_rule: how scales are rounded; None: as the format says.
+        noise_axes: axes where each index has its own noise, in Qwix's two stochastic methods.
+        scale_dtype: the dtype of the stored scale; None for the dtype of the array.
+        scale_rule: how scales are rounded; None for the format's own rule.
 
     Raises:
         ValueError: Fields that contradict each other or the format.
@@ -66,7 +66,7 @@ class Spec:
     tiled_axes: Any = ()  # given as a mapping, kept as sorted pairs
     calibration: Any = "absmax"  # kept as a Calibration
     rounding: str = "nearest"
-    noise_axes: tuple[int, ...] = (0,)  # rows with a noise of their own: Qwix's methods
+    noise_axes: tuple[int, ...] = (0,)
     scale_dtype: np.dtype | None = None
     scale_rule: str | None = None
 
@@ -140,7 +140,7 @@ class Spec:
     def tiles(self) -> dict:
         return dict(self.tiled_axes)
 
-    # What Qwix calls two of the fields, for code that reads a parameter's `how`.
+    # Two fields by the names that Qwix gives them, for code that reads `WithAux.how`.
     @property
     def qtype(self) -> Any:
         return self.format.qtype
@@ -154,7 +154,7 @@ class Spec:
         return self.calibration.method
 
     def transposed(self, axes: tuple[int, ...]) -> "Spec":
-        """The Spec of x.transpose(axes), for one of x.
+        """Returns the Spec of x.transpose(axes), given that this is the Spec of x.
 
         >>> Spec("int4", (0,), {1: 32}).transposed((1, 0)).channelwise_axes
         (1,)
@@ -167,7 +167,7 @@ class Spec:
         )
 
     def layout(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(shape padded to whole tiles, shape of the scale).
+        """Returns (shape padded to whole tiles, shape of the scale).
 
         >>> Spec("int4", channelwise_axes=(-1,), tiled_axes={0: 128}).layout((300, 8))
         ((384, 8), (3, 8))
@@ -203,7 +203,7 @@ def _axis(axis: int | str, shape: tuple[int, ...]) -> int:
 
 
 def as_scale_dtype(dtype: Any) -> np.dtype:
-    """A wide float, or one of the two 8-bit scale types."""
+    """Returns the dtype of a scale: a wide float, or one of the two 8-bit scale types."""
     known = isinstance(dtype, str) and dtype in _SMALL_SCALES
     dtype = np.dtype(_SMALL_SCALES[dtype] if known else dtype)
     if not is_wide(dtype) and dtype not in map(np.dtype, _SMALL_SCALES.values()):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def split(shape: Sequence[int], counts: Sequence[int]):
-    """(shape with each tiled axis as (count, tile), the axes to reduce within tiles).
+    """Returns (shape with each tiled axis as (count, tile), the axes to reduce within tiles).
 
     >>> split((6, 8, 5), (1, 4, 5))
     ((6, 4, 2, 5), (0, 2))
@@ -38,12 +38,12 @@ def split(shape: Sequence[int], counts: Sequence[int]):
 
 
 def broadcast_with(op: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`op` element by element, broadcasting by tiles."""
+    """Applies `op` element by element, broadcasting by tiles."""
     if x.ndim != y.ndim:
         raise ValueError(f"{x.shape} and {y.shape} should have the same rank.")
     x_parts, y_parts, out = [], [], []
     for n, m in zip(x.shape, y.shape):
-        if n == m or m == 1:  # an extent may be symbolic (jax.export): no max of it
+        if n == m or m == 1:  # an extent may be symbolic (jax.export), which has no max
             out.append(n)
         else:
             out.append(m if n == 1 else max(n, m) if n and m else 0)
@@ -62,14 +62,14 @@ def broadcast_with(op: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def expand(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """`x` repeated by tiles to `shape`."""
+    """Repeats `x` by tiles to `shape`."""
     return broadcast_with(
         lambda a, _: jnp.broadcast_to(a, _.shape), x, jnp.zeros(shape, bool)
     )
 
 
 def pad_to(x: jax.Array, shape: Sequence[int], value: Any = 0) -> jax.Array:
-    """Fills up at the end of each axis."""
+    """Pads `x` with `value` at the end of each axis."""
     if tuple(shape) == x.shape:
         return x
     widths = [(0, m - n) for n, m in zip(x.shape, shape)]
@@ -77,13 +77,14 @@ def pad_to(x: jax.Array, shape: Sequence[int], value: Any = 0) -> jax.Array:
 
 
 def crop_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Cuts `x` off at the end of each axis."""
     if tuple(shape) == x.shape:
         return x
     return x[tuple(slice(n) for n in shape)]
 
 
 def tiled_axes(q: "QArray") -> dict[int, int]:
-    """{axis: tile} where a scale is shared by some neighbours, not by all.
+    """Returns {axis: tile} of the axes where some neighbours share a scale, but not all.
 
     >>> from midtread.numerics.qarray import quantize
     >>> tiled_axes(quantize(jnp.ones((4, 8)), "int8", tiled_axes={1: 2}))
@@ -94,7 +95,7 @@ def tiled_axes(q: "QArray") -> dict[int, int]:
 
 
 def part_sharding(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The values' sharding, without the mesh axes that do not divide this part."""
+    """Returns the values' sharding without the mesh axes that do not divide this part."""
     spec = (*sharding.spec, *[None] * len(shape))[: len(shape)]
     sizes = sharding.mesh.shape
 
@@ -125,12 +126,12 @@ def swapaxes(q: "QArray", axis1: int, axis2: int) -> "QArray":
 
 
 def _logical(q: "QArray") -> tuple[int | None, ...]:
-    """`q.logical`, one entry per axis held."""
+    """Returns `q.logical` with one entry for each axis that q has now."""
     return ((None,) * q.ndim + (q.logical or ()))[-q.ndim :] if q.ndim else ()
 
 
 def reshape(q: "QArray", shape: Sequence) -> "QArray":
-    """Merges and splits axes where every tile stays whole; ValueError elsewhere."""
+    """Merges and splits axes where every tile stays whole, and raises elsewhere."""
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
     shape = _fill_unknown(q.shape, tuple(shape))
@@ -180,8 +181,8 @@ def _fill_unknown(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]
 
 
 def is_regrouped(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether axes are only merged or split: (8, 32, 64) and (256, 64), say, but neither
-    (100, 128) and (128, 100) nor other numbers of elements."""
+    """Whether axes are only merged or split, as from (8, 32, 64) to (256, 64). It is not so
+    from (100, 128) to (128, 100), nor if the number of elements changes."""
     if math.prod(old) != math.prod(new):
         return False
     many = lambda axes: sum(n != 1 for n in axes) > 1
@@ -189,8 +190,8 @@ def is_regrouped(old: Sequence[int], new: Sequence[int]) -> bool:
 
 
 def _matching_groups(old: Sequence[int], new: Sequence[int]):
-    """Shortest runs of axes with equal products, e.g. (2, 2, 6) -> (4, 1, 3, 2) gives
-    [((2, 2), (4,)), ((), (1,)), ((6,), (3, 2))]."""
+    """Pairs the shortest runs of axes that have equal products: (2, 2, 6) -> (4, 1, 3, 2)
+    gives [((2, 2), (4,)), ((), (1,)), ((6,), (3, 2))]."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         left, right = [], []
@@ -208,7 +209,7 @@ def _matching_groups(old: Sequence[int], new: Sequence[int]):
 
 
 def take(q: "QArray", index: Any) -> "QArray":
-    """`q[index]`: indices and slices; on a tiled axis, slices of whole tiles."""
+    """Returns `q[index]` for indices and slices; on a tiled axis, slices of whole tiles."""
     index = _plain_indices(index if isinstance(index, tuple) else (index,))
     used = sum(i is not None and i is not Ellipsis for i in index)
     if used > q.ndim:
@@ -237,7 +238,7 @@ def take(q: "QArray", index: Any) -> "QArray":
             logical.append(None)
         axis += 1
 
-    # Arrays of indices move and merge axes, unless there is one alone, of one axis.
+    # Arrays of indices move and merge axes, unless there is only one and it has one axis.
     arrays = [i for i in index if i is not None and not isinstance(i, slice)]
     is_alone = len(arrays) == 1 and getattr(arrays[0], "ndim", 0) == 1
 
@@ -253,7 +254,7 @@ def take(q: "QArray", index: Any) -> "QArray":
 
 
 def _plain_indices(index: tuple) -> list:
-    """Lists as arrays, and masks as the positions where they hold."""
+    """Turns lists into arrays, and masks into the positions where they are True."""
     plain = []
     for i in index:
         i = np.asarray(i) if isinstance(i, list) else i
@@ -269,7 +270,7 @@ def _is_scalar(index: Any) -> bool:
 def _part_index(
     index: Any, q: "QArray", part: jax.Array, axis: int, is_alone: bool
 ) -> Any:
-    """What `index` on the values' axis means on a part with fewer elements there."""
+    """Translates `index` on the values' axis to a part with fewer elements there."""
     extent, count = q.qvalue.shape[axis], part.shape[axis]
     if count == extent or _is_whole(index):
         return index

@@ -27,7 +27,7 @@ from midtread.ops.training import Ranges, train
 def _with_codes_of_masks(
     execute: Callable[..., jax.Array], c: Contraction, lhs: Operand, rhs: Operand
 ) -> jax.Array:
-    """Masks are codes as they are, 0 and 1. The product of two is one, as in JAX."""
+    """Executes with masks taken as codes, 0 and 1. Two masks give a mask, as in JAX."""
     is_mask = [not isinstance(x, QArray) and x.dtype == jnp.bool_ for x in (lhs, rhs)]
     lhs, rhs = (
         lax.convert_element_type(x, jnp.int8) if mask else x
@@ -78,8 +78,8 @@ class Ops:
         """
         lhs, rhs = _arrays(lhs, rhs)
         numbers = jax.tree.map(int, dimension_numbers)
-        how = _how(precision, preferred_element_type, out_sharding)
-        c = dot_contraction(numbers, lhs.ndim, rhs.ndim, **how)
+        options = _options(precision, preferred_element_type, out_sharding)
+        c = dot_contraction(numbers, lhs.ndim, rhs.ndim, **options)
         _check_extents(c, lhs, rhs)
         return self._execute(c, lhs, rhs)
 
@@ -159,8 +159,8 @@ class Ops:
             raise NotImplementedError(
                 "einsum cannot write into `out`: JAX arrays are immutable."
             )
-        how = _how(precision, preferred_element_type, out_sharding)
-        return einsum_.einsum(self._execute, subscripts, operands, optimize, how)
+        options = _options(precision, preferred_element_type, out_sharding)
+        return einsum_.einsum(self._execute, subscripts, operands, optimize, options)
 
     def conv_general_dilated(
         self,
@@ -200,7 +200,7 @@ class Ops:
             ValueError: A scale varies along an axis that a convolution cannot tile.
         """
         lhs, rhs = _arrays(lhs, rhs)
-        how = _how(precision, preferred_element_type, out_sharding)
+        options = _options(precision, preferred_element_type, out_sharding)
         c = conv_contraction(
             lhs.shape,
             rhs.shape,
@@ -211,7 +211,7 @@ class Ops:
             dimension_numbers,
             feature_group_count,
             batch_group_count,
-            **how,
+            **options,
         )
         return self._execute(c, lhs, rhs)
 
@@ -291,15 +291,16 @@ class Ops:
                 "group_offset is not implemented, in JAX neither: slice rhs and group_sizes."
             )
         lhs, rhs = _arrays(lhs, rhs)
-        how = _how(precision, preferred_element_type, out_sharding)
+        options = _options(precision, preferred_element_type, out_sharding)
         c = ragged_contraction(
-            ragged_dot_dimension_numbers, lhs.shape, rhs.shape, group_sizes, **how
+            ragged_dot_dimension_numbers, lhs.shape, rhs.shape, group_sizes, **options
         )
         _check_extents(c, lhs, rhs)
         return self._execute(c, lhs, rhs)
 
 
-def _how(precision, preferred, out_sharding) -> dict[str, Any]:
+def _options(precision, preferred, out_sharding) -> dict[str, Any]:
+    """Names the options that every contraction has."""
     preferred = None if preferred is None else jnp.dtype(preferred)
     return {
         "precision": precision,
@@ -339,7 +340,7 @@ def learn(
     ranges: Ranges | None = None,
     site: str = "",
 ) -> Ops:
-    """The ops under a training recipe: drop-in replacements with quantized gradients.
+    """Makes the ops of a training recipe: drop-in replacements with quantized gradients.
 
     >>> from midtread.ops.recipe import recipe
     >>> ops = learn(recipe("qwix_int8"))

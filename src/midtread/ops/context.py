@@ -3,17 +3,19 @@
     here.active      the quantized models that are running, the outermost first
     here.names       the ops that some of them handle
     here.modules     the modules whose methods are running, in the innermost of them
-    here.casts       which array another was made from, while a model runs
+    here.casts       which array another was cast from, while a model runs
     here.engine      how often the engine has been entered and not left
     here.closed      how often interception was switched off and not on again
-    here.witness     who wants to be told of contractions (ops/witness.py), and its number
+    here.witness     the object that reports contractions (ops/witness.py)
+    here.watched     its number
     here.is_late     whether the op at hand is spelled in a way that Qwix does not see
     here.scopes      the named scopes that a quantized function has opened
-    here.alone       what a provider counts that is asked without a model of its own
+    here.alone       the counts of a provider that is called without a model of its own
+    here.key         the frozen part, `Key`
 
-`Key` is the frozen part. It lies in jit's cache key, so that a trace of the float model
-never serves the quantized one, nor the reverse; nor one made for other rules; nor one made
-unwatched a witness, who would miss its marks.
+`Key` lies in jit's cache key, so that a trace of the float model never serves the quantized
+one, nor the reverse. Nor does a trace for some rules serve others, or one that was made
+without a witness serve a witness, who would miss its marks.
 
 A provider's handlers run with interception off. But JAX may trace the engine's forward
 later (custom_vjp inside scan), when it is on again; so the engine says when it is at work,
@@ -31,8 +33,8 @@ import jax
 class Key(NamedTuple):
     """What a trace depends on besides its arguments."""
 
-    models: tuple[Any, ...] = ()  # of each: its provider's number, the rules that apply
-    watched: int | None = None  # the witness's number
+    models: tuple[Any, ...] = ()  # (provider's number, rules that apply) of each model
+    watched: int | None = None  # the number of the witness
 
 
 class Context(threading.local):
@@ -57,8 +59,8 @@ here = Context()
 _in_jit_key = jax.make_user_context(default_value=None)
 
 
-class keyed:  # entered for every module and op, so not a generator
-    """`with keyed(key)`: traces made inside are for that key alone."""
+class keyed:  # It is entered for every module and op: a generator would be slow.
+    """Inside `with keyed(key)`, traces are made and used for that key alone."""
 
     def __init__(self, key: Key | None):
         self._key, self._inner = key, None
@@ -82,7 +84,7 @@ def is_running() -> bool:
 
 
 def untouched(fn: Callable) -> Callable:
-    """`fn` as a part of the engine: nothing that it calls is intercepted."""
+    """Makes `fn` a part of the engine: nothing that it calls is intercepted."""
 
     @functools.wraps(fn)
     def wrapper(*args, **kwargs):

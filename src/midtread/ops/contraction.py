@@ -32,10 +32,10 @@ META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sh
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """Labels, and how the caller wants it run.
+    """The labels of a contraction, and how the caller wants it run.
 
-    `tiled` is the summed label that a tile size applies to, for lhs and for rhs; `stored`
-    are the sides whose codes were not made for this contraction, and lie as they lie.
+    `tiled` is the summed label that a tile size applies to, for lhs and for rhs. `stored` are
+    the sides whose codes existed before, so that their layout in memory cannot be chosen.
     """
 
     lhs: Labels
@@ -44,13 +44,13 @@ class Contraction:
     tiled: tuple[str | None, str | None] = (None, None)
     stuck: frozenset[str] = frozenset()
     precision: Any = None
-    preferred: Any = None  # dtype of the result, None: that of the operands
+    preferred: Any = None  # dtype of the result; None for that of the operands
     out_sharding: Any = None
     stored: tuple[str, ...] = ("lhs", "rhs")
 
     name = "contraction"
     can_tile = True
-    is_matmul = False  # of matrices, for which kernels may be asked
+    is_matmul = False  # whether it multiplies matrices, for which there are kernels
 
     @functools.cached_property
     def summed(self) -> Labels:
@@ -58,18 +58,18 @@ class Contraction:
 
     @property
     def looped(self) -> Labels:
-        """Summed labels whose tiles can be visited one at a time."""
+        """The summed labels whose tiles can be visited one at a time."""
         return self.summed
 
     def labels(self, side: str) -> Labels:
         return getattr(self, side)
 
     def kept(self, side: str) -> Labels:
-        """Labels along which this operand's scale can move to the output."""
+        """Returns the labels along which this operand's scale can move to the output."""
         return _kept(getattr(self, side), self.out, self.stuck)
 
-    def place(self, spec: Spec | None, side: str) -> Spec | None:
-        """`spec` with axis numbers for "kept", "summed" and "group"."""
+    def number_axes(self, spec: Spec | None, side: str) -> Spec | None:
+        """Replaces "kept", "summed" and "group" in `spec` by axis numbers of this side."""
         if spec is None:
             return None
         labels, kept = self.labels(side), self.kept(side)
@@ -89,23 +89,24 @@ class Contraction:
             else:
                 channelwise.append(axis)
         channelwise = tuple(a for a in dict.fromkeys(channelwise) if a not in tiles)
-        kinds = tuple(map(type, tiles.values()))  # a tile of 1.0 is not one of 1
+        # A tile of 1.0 is not a tile of 1, though the cache takes them for equal.
+        kinds = tuple(map(type, tiles.values()))
         return _with_axes(spec, channelwise, tuple(tiles.items()), kinds)
 
     def _tiled_label(self, axis: str, side: str, spec: Spec) -> str:
         if axis == "kept":
-            found = list(self.kept(side))[-1:]
+            candidates = list(self.kept(side))[-1:]
         elif axis == "summed_first":
-            found = list(self.summed[:1])  # the same one on both sides
+            candidates = list(self.summed[:1])  # the same one on both sides
         else:
-            found = [self.tiled[side == "rhs"]] if self.can_tile else []
-        if not found or found[0] is None:
+            candidates = [self.tiled[side == "rhs"]] if self.can_tile else []
+        if not candidates or candidates[0] is None:
             raise ValueError(
                 f"{self.name} has no {axis!r} axis to tile on its {side}, but {spec.format.name} "
                 f"asks for tiles {spec.tiles}. Drop the tile size for one scale per output "
                 "channel, or limit the rule with op_names=('dot_general', 'einsum')."
             )
-        return found[0]
+        return candidates[0]
 
     def _check_tiles(self, spec, tiles, labels) -> None:
         for axis in tiles:
@@ -119,7 +120,7 @@ class Contraction:
                 )
 
     def groups(self, side: str) -> Labels:
-        """Labels of the expert axis, where there is one."""
+        """Returns the label of the axis of experts, where there is one."""
         return ()
 
     @property
@@ -128,11 +129,11 @@ class Contraction:
         return None
 
     def align(self, part: jax.Array, side: str) -> jax.Array:
-        """A scale (or zero point) of one operand laid over the axes of the output."""
+        """Lays a scale (or zero point) of one operand over the axes of the output."""
         return lay_over(part, self.labels(side), self.out)
 
     def ones(self, operand: jax.Array, side: str) -> jax.Array:
-        """Ones in place of `operand`, as few as give the sums over the other operand."""
+        """Returns as few ones as it takes, in place of `operand`, to sum the other operand."""
         other = self.labels("lhs" if side == "rhs" else "rhs")
         alone = [x in self.out and x not in other for x in self.labels(side)]
         shape = [1 if single else n for single, n in zip(alone, operand.shape)]
@@ -147,11 +148,11 @@ class Contraction:
     def run(
         self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None, by: Any = lax
     ) -> jax.Array:
-        """The contraction of two plain arrays.
+        """Contracts two plain arrays.
 
         Args:
-            accumulate: the type of the sum; None: as `preferred`.
-            by: who multiplies, with the functions of jax.lax: lax itself, or the engine's
+            accumulate: the type of the sum; None for `preferred`.
+            by: a module that multiplies with the functions of jax.lax: lax itself, or
                 `kernels.xla`, which takes every pair of types on every backend.
         """
         raise NotImplementedError
@@ -174,12 +175,14 @@ def _kept(labels: Labels, out: Labels, stuck: frozenset) -> Labels:
 
 
 def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
-    """`part`, whose axes are `labels`, transposed and broadcast-ready over `out`."""
+    """Transposes `part`, whose axes are `labels`, so that it broadcasts over `out`."""
     extent = dict(zip(labels, part.shape))
     assert all(n == 1 or x in out for x, n in extent.items()), (labels, part.shape, out)
     shape = [extent.get(x, 1) for x in out]
-    places = [out.index(x) for x, n in extent.items() if n != 1]
-    if places == sorted(places):  # kernels cannot transpose everything
+    positions = [out.index(x) for x, n in extent.items() if n != 1]
+    if positions == sorted(
+        positions
+    ):  # inside a kernel not every transpose is possible
         return part.reshape(shape)
     order = sorted(
         range(part.ndim), key=lambda a: out.index(labels[a]) if labels[a] in out else -1
@@ -192,7 +195,7 @@ def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Dot(Contraction):
-    """lax.dot_general, its output in the order of `out`."""
+    """A lax.dot_general whose output has the order of `out`."""
 
     name = "dot_general"
     is_matmul = True
@@ -245,14 +248,14 @@ class Dot(Contraction):
         return self.transposed(self.lhs, self.out, self.rhs, last[-1] if last else None)
 
 
-def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
-    """The contraction of lax.dot_general's dimension numbers."""
+def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **options) -> Dot:
+    """Builds the contraction that lax.dot_general's dimension numbers describe."""
     numbers = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
-    return _dot(numbers, lhs_ndim, rhs_ndim, **how)
+    return _dot(numbers, lhs_ndim, rhs_ndim, **options)
 
 
-@functools.lru_cache(maxsize=1024)  # layers look alike
-def _dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
+@functools.lru_cache(maxsize=1024)  # because layers look alike
+def _dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **options) -> Dot:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
     _check_numbers(dimension_numbers, lhs_ndim, rhs_ndim)
     lhs = {a: f"k{i}" for i, a in enumerate(lhs_sum)} | {
@@ -266,7 +269,7 @@ def _dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **how) -> Dot:
     batch = tuple(f"b{i}" for i in range(len(lhs_batch)))
     alone = tuple(x for x in (*lhs_labels, *rhs_labels) if x[0] in "mn")
     last = f"k{len(lhs_sum) - 1}" if len(lhs_sum) else None
-    return Dot(lhs_labels, rhs_labels, batch + alone, (last, last), **how)
+    return Dot(lhs_labels, rhs_labels, batch + alone, (last, last), **options)
 
 
 def _check_numbers(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> None:

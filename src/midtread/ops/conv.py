@@ -35,6 +35,8 @@ _GEOMETRY = (
 )
 @dataclasses.dataclass(frozen=True)
 class Conv(Contraction):
+    """A convolution, with lax.conv_general_dilated's arguments, or a transposed one."""
+
     numbers: Any = None  # lax.ConvDimensionNumbers
     strides: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
@@ -44,7 +46,7 @@ class Conv(Contraction):
     batch_groups: int = 1
     lhs_shape: tuple[int, ...] = ()
     rhs_shape: tuple[int, ...] = ()
-    # Of a transposed convolution only:
+    # Only a transposed convolution has these:
     window_groups: int = 1  # groups to move from the window's first to its second axis
     out_groups: int = 1  # groups to move from the output's channels to its batch
     reverse: bool = False  # the window runs backwards
@@ -60,7 +62,7 @@ class Conv(Contraction):
     def run(self, lhs, rhs, accumulate=None, by: Any = lax):
         out_axis, in_axis, *window = self.numbers.rhs_spec
         if self.window_groups > 1:
-            # the window is stored (o, c / groups); its spec here is already swapped
+            # The window is stored as (o, c / groups), and its spec is already swapped.
             rhs = _move_groups(rhs, in_axis, out_axis, self.window_groups)
         if self.reverse:
             rhs = lax.rev(rhs, window)
@@ -84,7 +86,7 @@ class Conv(Contraction):
         return out
 
     def _extents(self):
-        """Spatial extents of lhs, rhs and out, dilated."""
+        """Returns the dilated spatial extents of lhs, rhs and out."""
         of = lambda shape, spec: [shape[a] for a in spec[2:]]
         dilate = lambda sizes, by: [(n - 1) * d + 1 for n, d in zip(sizes, by)]
         lhs = dilate(of(self.lhs_shape, self.numbers.lhs_spec), self.lhs_dilation)
@@ -153,8 +155,8 @@ def _move_groups(x: jax.Array, source: int, target: int, groups: int) -> jax.Arr
 
 
 def conv(lhs_shape, rhs_shape, strides, padding, lhs_dilation, rhs_dilation, numbers,
-         feature_groups, batch_groups, **how) -> Conv:  # fmt: skip
-    """The contraction of lax.conv_general_dilated's arguments."""
+         feature_groups, batch_groups, **options) -> Conv:  # fmt: skip
+    """Builds the contraction that lax.conv_general_dilated's arguments describe."""
     numbers = lax.conv_dimension_numbers(lhs_shape, rhs_shape, numbers)
     rank = len(lhs_shape) - 2
     ones = (1,) * rank
@@ -190,5 +192,5 @@ def conv(lhs_shape, rhs_shape, strides, padding, lhs_dilation, rhs_dilation, num
         batch_groups=batch_groups,
         lhs_shape=tuple(lhs_shape),
         rhs_shape=tuple(rhs_shape),
-        **how,
+        **options,
     )

@@ -1,7 +1,7 @@
 """Einsum: subscripts to a sequence of contractions.
 
 Two operands are one contraction. More are taken two at a time along JAX's own path. A
-label that only one operand has and nobody keeps is summed before anything else.
+label that only one operand has, and the output does not, is summed before anything else.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Operand = jax.Array | QArray
 
 
 def parse(subscripts: Any, operands: Sequence[Any]):
-    """(terms, output, operands), one label per axis; ellipses and implicit outputs spelled out.
+    """Returns (terms, output, operands), with a label for every axis and the output written out.
 
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
     >>> parse("...d,df", (x, w))[:2]
@@ -68,8 +68,8 @@ def parse(subscripts: Any, operands: Sequence[Any]):
 
 
 def in_jax_order(subscripts: Any, *operands: Any) -> tuple[Any, ...]:
-    """The arguments with two operands in the order in which jnp.einsum multiplies them: as
-    given where that makes the output's axes come out right, else swapped.
+    """Puts two operands in the order in which jnp.einsum multiplies them: as given if the
+    output's axes come out in order that way, else swapped.
 
     >>> x = jnp.ones((2, 2, 2, 2))
     >>> in_jax_order("bhqk,bkhd->bqhd", x, x)[0]
@@ -85,7 +85,7 @@ def in_jax_order(subscripts: Any, *operands: Any) -> tuple[Any, ...]:
 
 
 def _from_sublists(args):
-    """einsum(x, [0, 1], y, [1, 2], [0, 2]) as a string."""
+    """Writes the arguments of einsum(x, [0, 1], y, [1, 2], [0, 2]) as a string and operands."""
     operands, lists = list(args[0::2]), list(args[1::2])
     output = operands.pop() if len(args) % 2 else None
     name = lambda labels: "".join(
@@ -96,13 +96,13 @@ def _from_sublists(args):
 
 
 def einsum(
-    execute: Callable, subscripts, operands, optimize: Any, how: dict
+    execute: Callable, subscripts, operands, optimize: Any, options: dict
 ) -> jax.Array:
-    """`execute(contraction, lhs, rhs)` along the path."""
+    """Runs `execute(contraction, lhs, rhs)` for each pair of the path."""
     terms, output, operands = parse(subscripts, operands)
     operands = list(broadcast(terms, operands))
     terms = list(terms)
-    preferred = how.get("preferred")
+    preferred = options.get("preferred")
     for pair in _path(terms, output, operands, optimize):
         chosen = [(terms[i], operands[i]) for i in pair]
         for i in sorted(pair, reverse=True):
@@ -119,8 +119,8 @@ def einsum(
         else:
             (l_term, lhs), (r_term, rhs) = chosen
             term = _result_term(l_term, r_term, needed, output if last else None)
-            options = how if last else {**how, "out_sharding": None}
-            out = execute(binary(l_term, r_term, term, options), lhs, rhs)
+            own = options if last else {**options, "out_sharding": None}
+            out = execute(binary(l_term, r_term, term, own), lhs, rhs)
         terms.append(term)
         operands.append(out)
     (term,), (out,) = terms, operands
@@ -137,7 +137,7 @@ def _plain(x: Operand) -> jax.Array:
 def _path(terms, output, operands, optimize):
     if len(terms) <= 2:
         return [tuple(range(len(terms)))]
-    # sizes only weigh one path against another: a symbolic one counts as 1
+    # Sizes only weigh one path against another, so a symbolic one counts as 1.
     sizes = [tuple(n if isinstance(n, int) else 1 for n in x.shape) for x in operands]
     shapes: list[Any] = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
     steps = jnp.einsum_path(f"{','.join(terms)}->{output}", *shapes, optimize=optimize)[
@@ -148,14 +148,14 @@ def _path(terms, output, operands, optimize):
 
 
 def _pairs(step):
-    """A step over many operands (no optimization asked) as steps over two."""
+    """Splits a step over many operands (optimize=False) into steps over two."""
     if len(step) <= 2:
         return [step]
-    return [(0, 1)] * 1 + [(0, len(step) - 2 - i) for i in range(len(step) - 2)]
+    return [(0, 1)] + [(0, len(step) - 2 - i) for i in range(len(step) - 2)]
 
 
 def _presum(term: str, x: Operand, needed: set[str]):
-    """Sums away the labels that nobody else has a use for."""
+    """Sums away the labels that neither another operand nor the output has."""
     alone = [a for a, label in enumerate(term) if label not in needed]
     if not alone:
         return term, x
@@ -171,11 +171,12 @@ def _result_term(lhs: str, rhs: str, needed: set[str], output: str | None) -> st
     return "".join(kept)
 
 
-def binary(lhs: str, rhs: str, out: str, how: dict) -> Dot:
+def binary(lhs: str, rhs: str, out: str, options: dict) -> Dot:
+    """Builds the contraction of two terms, given fields such as its precision."""
     summed = [x for x in lhs if x in rhs and x not in out]
     # Each operand is tiled along the summed label that comes last in its own order.
     last = lambda term: next((x for x in reversed(term) if x in summed), None)
-    return Dot(tuple(lhs), tuple(rhs), tuple(out), (last(lhs), last(rhs)), **how)
+    return Dot(tuple(lhs), tuple(rhs), tuple(out), (last(lhs), last(rhs)), **options)
 
 
 def broadcast(terms, operands):

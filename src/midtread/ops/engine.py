@@ -29,8 +29,7 @@ from jax import lax
 
 from midtread.kernels import choose, xla
 from midtread.kernels.environment import Env, here
-from midtread.kernels.layout import Groups, Matmul
-from midtread.kernels.layout import codes_of as held
+from midtread.kernels.layout import Groups, Matmul, codes_of
 from midtread.numerics import formats, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
@@ -51,14 +50,14 @@ def contract(
     accumulate: Any = None,
     env: Env | None = None,
 ) -> jax.Array:
-    """The contraction of two operands, quantized or not, in the dtype the caller expects.
+    """Contracts two operands, quantized or not, in the dtype that the caller expects.
 
     Args:
-        accumulate: the type of the sum; None: the engine's choice.
-        env: where it will run; None: here.
+        accumulate: the type of the sum; None for the engine's choice.
+        env: where it will run; None for this thread's environment.
     """
     env = env or here()
-    if is_running():  # inside `train`, whose witness knows of it
+    if is_running():  # inside `train`, which has reported this contraction already
         return _contract(c, lhs, rhs, accumulate, env)
     run = lambda: _contract(c, lhs, rhs, accumulate, env)
     return witness.contraction(c, None, lhs, rhs, run)
@@ -92,8 +91,8 @@ def _contract(
 
 
 def _by_kernel(c, lhs, rhs, tiles, dtype, env: Env) -> jax.Array | None:
-    """The contraction with its scales by a kernel, where there is one: of codes by codes, or,
-    if `tiles` is None, of floats by codes."""
+    """Contracts, scales included, by a kernel of ours, or returns None where there is none.
+    It multiplies codes by codes, or floats by codes if `tiles` is None."""
     labels = c.lhs, c.rhs, c.out
     groups = None if c.grouping is None else Groups(*c.grouping)
     is_plain = is_wide(dtype) and dtype != np.float64
@@ -107,8 +106,8 @@ def _by_kernel(c, lhs, rhs, tiles, dtype, env: Env) -> jax.Array | None:
 
 
 def result_dtype(*operands: Operand) -> np.dtype:
-    """Promotion of what the operands stand for. Bare codes count as bfloat16 or int32, and
-    8-bit scales have no say unless nobody else does."""
+    """Promotes the dtypes that the operands stand for. Bare codes count as bfloat16 or int32;
+    8-bit scales count only if there is nothing else, and then as float32."""
     dtypes = []
     for x in operands:
         if isinstance(x, QArray) and not is_wide(x.scale.dtype):
@@ -129,14 +128,14 @@ def _is_linear(qtype: Any) -> bool:
 
 
 def is_code(x: Operand) -> bool:
-    """Multiplying it as it is makes sense: codes of a linear format, bare or scaled."""
+    """Whether it can be multiplied as it is: codes of a linear format, bare or scaled."""
     if isinstance(x, QArray):
         return _is_linear(x.qtype) and x.pre_scale is None and x.global_scale is None
     return not is_wide(x.dtype) and x.dtype != jnp.bool_
 
 
 def _take_pre_scale(c: Contraction, lhs: Operand, rhs: Operand):
-    """A pre-scale belongs on the other operand, if that is still in float."""
+    """Multiplies a pre-scale into the other operand, if that is still in float."""
     for side, other in (("lhs", "rhs"), ("rhs", "lhs")):
         mine, theirs = (lhs, rhs) if side == "lhs" else (rhs, lhs)
         if not isinstance(mine, QArray) or mine.pre_scale is None:
@@ -164,7 +163,7 @@ def _summed_only(c, part, side, other):
 
 
 def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
-    """Where one side was padded to whole tiles of a summed axis, pads the other."""
+    """Pads a side where the other was padded to whole tiles of a summed axis."""
     if not (getattr(lhs, "logical", None) or getattr(rhs, "logical", None)):
         return lhs, rhs
     left, right = _extents(c, lhs, "lhs"), _extents(c, rhs, "rhs")
@@ -172,13 +171,12 @@ def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
 
     def pad(x, extents):
         shape = tuple(target.get(label, n) for label, n in extents.items())
-        if shape == held(x).shape:
+        if shape == codes_of(x).shape:
             return x
         if not isinstance(x, QArray):
             return views.pad_to(x, shape)
-        if x.format.is_linear and not views.tiled_axes(
-            x
-        ):  # the padded side holds zeros
+        if x.format.is_linear and not views.tiled_axes(x):
+            # Any code will do here, since the padded side has zeros there.
             return x.replace(qvalue=views.pad_to(x.qvalue, shape), logical=None)
         return views.pad_to(dequantize(x), shape)
 
@@ -186,11 +184,11 @@ def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):
 
 
 def _extents(c: Contraction, x: Operand, side: str) -> dict[str, int]:
-    return dict(zip(c.labels(side), held(x).shape))
+    return dict(zip(c.labels(side), codes_of(x).shape))
 
 
 def _kept_extents(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int]:
-    """Logical extents of the labels that come from a padded operand."""
+    """Returns the logical extents of the labels that come from a padded operand."""
     extents = {}
     for labels, x in ((c.lhs, lhs), (c.rhs, rhs)):
         if isinstance(x, QArray) and x.logical is not None:
@@ -199,7 +197,7 @@ def _kept_extents(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int]:
 
 
 def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | None:
-    """{summed label: number of tiles} to visit, or None if codes cannot be multiplied."""
+    """Returns {summed label: number of tiles} to visit, or None if codes cannot be multiplied."""
     if not is_code(lhs) or not is_code(rhs):
         return None
     counts, extents = {}, {}
@@ -226,8 +224,8 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
 
 
 def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
-    """Extra tiles where a whole sum would not fit in int32."""
-    left, right = held(lhs).dtype, held(rhs).dtype
+    """Returns extra tiles to visit where a whole sum would not fit in int32."""
+    left, right = codes_of(lhs).dtype, codes_of(rhs).dtype
     integers = jnp.issubdtype(left, jnp.integer) and jnp.issubdtype(right, jnp.integer)
     if not integers or xla.is_int16(left, right):
         return {}
@@ -245,7 +243,7 @@ def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
 
 
 def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
-    """At least one side is float by the time of the sum."""
+    """Multiplies where at least one side has to be float by the time of the sum."""
     common = result_dtype(lhs, rhs)
     left, lhs_scale = _as_value(c, lhs, "lhs", common)
     right, rhs_scale = _as_value(c, rhs, "rhs", common)
@@ -255,7 +253,7 @@ def _sum_values(c, lhs, rhs, accumulate) -> jax.Array:
 
 
 def _as_value(c: Contraction, x: Operand, side: str, dtype):
-    """(what to multiply, the scale left for the output)."""
+    """Returns (what to multiply, the scale that is left for the output)."""
     if not isinstance(x, QArray):
         return x, None
     if is_code(x) and x.zero_point is None and varies_only_where_kept(c, x, side):
@@ -264,6 +262,7 @@ def _as_value(c: Contraction, x: Operand, side: str, dtype):
 
 
 def varies_only_where_kept(c: Contraction, x: QArray, side: str) -> bool:
+    """Whether the scale varies only along axes that let it move to the output."""
     movable = (*c.kept(side), *c.groups(side))
     return all(
         n == 1 or label in movable for label, n in zip(c.labels(side), x.scale.shape)
@@ -271,7 +270,7 @@ def varies_only_where_kept(c: Contraction, x: QArray, side: str) -> bool:
 
 
 def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
-    """Codes times codes, one tile of the summed axes after another."""
+    """Multiplies codes by codes, one tile of the summed axes after another."""
     wide = wide_dtype(result_dtype(lhs, rhs))
     if not tiles:
         return _scaled_sum(c, lhs, rhs, accumulate, wide)
@@ -312,14 +311,14 @@ def _take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
 
 
 def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
-    """sum (l - zl)(r - zr), times both scales; nothing varies along a summed axis."""
-    left, right = held(lhs), held(rhs)
+    """Returns sum (l - zl)(r - zr) times both scales, none of which varies along a sum."""
+    left, right = codes_of(lhs), codes_of(rhs)
     if accumulate is None:
         integer = all(jnp.issubdtype(v.dtype, jnp.integer) for v in (left, right))
         accumulate = jnp.int32 if integer else wide
     out = c.run(left, right, accumulate, xla)
     zeros = [x.zero_point if isinstance(x, QArray) else None for x in (lhs, rhs)]
-    if any(z is not None and is_wide(z.dtype) for z in zeros):  # fractions
+    if any(z is not None and is_wide(z.dtype) for z in zeros):  # they are fractions
         out = out.astype(wide)
     zeros = [
         None if z is None else c.align(z, s).astype(out.dtype)
@@ -338,14 +337,14 @@ def _scaled_sum(c, lhs, rhs, accumulate, wide) -> jax.Array:
 
 
 def _expand_tiles(part, shape):
-    """Repeats a part that is tiled along kept axes; plain broadcasting does the rest."""
+    """Repeats a part along the kept axes that it tiles; broadcasting does the rest."""
     if part is None or all(n in (1, m) for n, m in zip(part.shape, shape)):
         return part
     return views.expand(part, [m if n != 1 else 1 for n, m in zip(part.shape, shape)])
 
 
 def apply_scales(c: Contraction, out, wide, lhs_scale, rhs_scale) -> jax.Array:
-    """A sum of codes times the scales of both operands, None for one without."""
+    """Multiplies a sum of codes by the scales of both operands; None is no scale."""
     out = out.astype(wide)
     for scale, side in ((lhs_scale, "lhs"), (rhs_scale, "rhs")):
         if scale is not None:

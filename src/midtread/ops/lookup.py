@@ -24,12 +24,12 @@ from midtread.numerics.spec import Spec
 from midtread.ops.training import is_inside
 
 
-def place_table(spec: Spec, ndim: int, axis: int) -> Spec:
-    """`spec` with axis numbers, for a table of `ndim` axes that is looked up along `axis`.
+def number_table_axes(spec: Spec, ndim: int, axis: int) -> Spec:
+    """Puts axis numbers into `spec`, for a table of `ndim` axes looked up along `axis`.
 
-    The axis looked up is the one that is kept; what a matmul would sum is the row.
+    "kept" is the axis that is looked up, and "summed" the last of the row's axes.
 
-    >>> place_table(Spec("int4", ("kept",), {"summed": 32}), ndim=2, axis=0).tiles
+    >>> number_table_axes(Spec("int4", ("kept",), {"summed": 32}), ndim=2, axis=0).tiles
     {1: 32}
     """
     row = [a for a in range(ndim) if a != axis]
@@ -43,7 +43,7 @@ def place_table(spec: Spec, ndim: int, axis: int) -> Spec:
 
 
 def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:
-    """jnp.take from a quantized table."""
+    """Does what jnp.take does, from a quantized table."""
     extent = q.qvalue.shape[axis]
     tiled = any(p.shape[axis] not in (1, extent) for p in jax.tree.leaves(q))
     if tiled or q.shape[axis] != extent or q.global_scale is not None:
@@ -64,7 +64,7 @@ def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:
 
 
 def learn_look_up(table, spec: Spec, indices, axis: int = 0, **options) -> jax.Array:
-    """jnp.take from a float table, rounded as `spec` says of the table."""
+    """Does what jnp.take does, from a float table that is rounded as `spec` says."""
     if axis not in spec.channelwise_axes:
         return jnp.take(_rounded(table, spec), indices, axis, **options)
     rows = jnp.take(table, indices, axis, **options)

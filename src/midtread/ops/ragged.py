@@ -28,6 +28,8 @@ from midtread.ops.contraction import META, Contraction, dot, lay_over
 )
 @dataclasses.dataclass(frozen=True)
 class Ragged(Contraction):
+    """A matmul over groups of rows, as the table above has it."""
+
     sizes: Any = None
     num_rows: int = 0
     rows: str = "r"
@@ -38,7 +40,7 @@ class Ragged(Contraction):
 
     @property
     def looped(self):
-        # rows summed within their groups: a tile of rows may belong to two groups
+        # Rows are summed within their groups, and a tile of rows may belong to two.
         return tuple(x for x in self.summed if x != self.rows)
 
     def groups(self, side):
@@ -54,7 +56,7 @@ class Ragged(Contraction):
         return lay_over(part, labels, self.out)
 
     def _group_of_row(self) -> jax.Array:
-        """The group each row belongs to; the last for rows beyond all groups."""
+        """Returns the group of each row; rows beyond all groups count to the last."""
         ends = jnp.cumsum(self.sizes)
         row = jnp.arange(self.num_rows, dtype=ends.dtype)
         return jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
@@ -110,8 +112,8 @@ class Ragged(Contraction):
         return self._transpose(self.lhs, self.out, self.rhs, last[-1] if last else None)
 
 
-def ragged(numbers, lhs_shape, rhs_shape, sizes, **how) -> Ragged:
-    """The contraction of lax.ragged_dot_general's dimension numbers."""
+def ragged(numbers, lhs_shape, rhs_shape, sizes, **options) -> Ragged:
+    """Builds the contraction that lax.ragged_dot_general's dimension numbers describe."""
     (lhs_sum, _), _ = numbers.dot_dimension_numbers
     (rows,) = numbers.lhs_ragged_dimensions
     plain = dot(numbers.dot_dimension_numbers, len(lhs_shape), len(rhs_shape))
@@ -125,4 +127,6 @@ def ragged(numbers, lhs_shape, rhs_shape, sizes, **how) -> Ragged:
     if rows in lhs_sum:
         out = ("g", *out)
     tiled = rename(plain.tiled) if plain.tiled[0] else plain.tiled
-    return Ragged(lhs, rhs, out, tiled, sizes=sizes, num_rows=lhs_shape[rows], **how)
+    return Ragged(
+        lhs, rhs, out, tiled, sizes=sizes, num_rows=lhs_shape[rows], **options
+    )

@@ -52,7 +52,7 @@ class Fwd:
 
     lhs: Spec | None = None
     rhs: Spec | None = None
-    accumulate: Any = None  # dtype of the sum; None: int32 for integers, else float32
+    accumulate: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,7 @@ class Drhs:
     lhs: Slot = None
     g: Spec | None = None
     accumulate: Any = None
-    hadamard: int | None = (
-        None  # rotate both operands along the sum, in runs of this many
-    )
+    hadamard: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +110,8 @@ class Recipe:
     fwd: Fwd = Fwd()
     dlhs: Dlhs = Dlhs()
     drhs: Drhs = Drhs()
-    mask_clipped: bool = True  # no gradient where the calibration clipped
-    sparsity: Sparsity | None = None  # prunes rhs before anything else
+    mask_clipped: bool = True
+    sparsity: Sparsity | None = None
 
     def __post_init__(self):
         for name, slot, spec in (
@@ -152,13 +150,13 @@ class Recipe:
 
     @functools.cached_property
     def is_random(self) -> bool:
-        """Needs a key."""
+        """Whether it rounds or rotates by chance, and so needs a key."""
         specs = [slot for slot in self.slots.values() if isinstance(slot, Spec)]
         return bool(self.drhs.hadamard) or any(s.rounding != "nearest" for s in specs)
 
 
 def _is_one_way(spec: Spec) -> bool:
-    """Tiled along the summed axis and differently along the kept ones."""
+    """Whether it is tiled along the summed axis and differently along the kept ones."""
     tiles = spec.tiles
     if not tiles:
         return False
@@ -264,7 +262,7 @@ def qt(
 
 def aqt_int8(local_shards: int = 1, rounding: str = "stochastic") -> Recipe:
     """AQT's config_v3, MaxText's `quantization=int8`: every backward operand is quantized
-    afresh; the weight gradient in `local_shards` separate ranges, 0 leaves it in float."""
+    anew. The weight gradient has `local_shards` separate ranges; 0 leaves it in float."""
     row = per_channel("int8")
     noisy = per_channel("int8", rounding=rounding)
     drhs = Drhs()
@@ -301,13 +299,13 @@ def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
 
 
 def aqt_weights(bits: str) -> Recipe:
-    """AQT's weight-only dot_general_make: dlhs meets the quantized weight, as it was."""
+    """AQT's weight-only dot_general_make: dlhs uses the forward's codes of the weight."""
     return Recipe(Fwd(None, per_channel(bits)), Dlhs(None, REUSE))
 
 
 def te_fp8(calibration: str = "absmax") -> Recipe:
-    """TransformerEngine's per-tensor fp8: e4m3 forward, e5m2 gradients. Current scaling
-    with 'absmax'; delayed scaling with 'delayed', ranges handed in from the history."""
+    """TransformerEngine's per-tensor fp8: e4m3 forward, e5m2 gradients. With 'absmax' scaling
+    is current; with 'delayed' the ranges are given, and come from the history."""
     fwd = per_tensor("e4m3", calibration=calibration)
     g = per_tensor("e5m2", calibration=calibration)
     return Recipe(Fwd(fwd, fwd), Dlhs(g, REUSE), Drhs(REUSE, g))

@@ -1,4 +1,4 @@
-"""Learn: the only custom_vjp, for every op and every recipe.
+"""Training: the only custom_vjp of a matmul, for every op and every recipe.
 
     train(c, recipe, lhs, rhs)
 
@@ -8,8 +8,8 @@ formats, and what is kept.
 
 For remat policies (jax.checkpoint_policies) two things have names. OUT is the result, which
 policies for dots would miss where a kernel computes it, and keep in float32 where XLA does.
-KEPT is what is kept of the left operand, as a rule an activation, if it is codes: a byte an
-element, and nothing to quantize again.
+KEPT is what the backward keeps of the left operand (as a rule an activation) if that is
+codes: they take a byte an element, and need not be quantized again.
 """
 
 import dataclasses
@@ -26,23 +26,29 @@ from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, calibrate
+from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
 from midtread.ops import witness
 from midtread.ops.context import untouched
 from midtread.ops.contraction import Contraction
-from midtread.ops.engine import Operand, contract, held, is_code, varies_only_where_kept
+from midtread.ops.engine import (
+    Operand,
+    codes_of,
+    contract,
+    is_code,
+    varies_only_where_kept,
+)
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
 
 OUT, KEPT = "quantized_out", "quantized_lhs"
 
 
 class Ranges(NamedTuple):
-    """Ranges of the three operands that were found elsewhere: static or delayed.
+    """Static or delayed ranges of the three operands.
 
     Args:
         lhs, rhs, g: {"absmax": array} or {"min": array, "max": array}, shaped as the scale;
-            None: from the data, now.
+            None to measure the data at hand.
     """
 
     lhs: Range | None = None
@@ -59,17 +65,17 @@ def train(
     key: jax.Array | None = None,
     site: str = "",
 ) -> jax.Array:
-    """`contract` on freshly quantized operands, with the recipe's gradients.
+    """Quantizes both operands and contracts them, with the recipe's gradients.
 
     Operands that are QArrays already, or not float, are used as they are and get no
-    gradient. With `ranges.g` its cotangent is the |g| just seen.
+    gradient. The cotangent of `ranges.g`, where it is given, is max |g| of this step.
     """
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
-    # Layers that look alike share one trace, gradient included; only noise tells one
-    # site from another.
-    how = _How(recipe, site if recipe.is_random else "", here())
-    run = lambda: _run(how, c, lhs, rhs, ranges or Ranges(), key)
+    # Layers that look alike share one trace, gradient included. Only where there is noise
+    # does the site matter.
+    static = _Static(recipe, site if recipe.is_random else "", here())
+    run = lambda: _run(static, c, lhs, rhs, ranges or Ranges(), key)
     return witness.contraction(c, recipe, lhs, rhs, run)
 
 
@@ -86,7 +92,7 @@ def _run(*args) -> jax.Array:
         ) from None
 
 
-class _How(NamedTuple):
+class _Static(NamedTuple):
     """What a trace depends on besides its arguments."""
 
     recipe: Recipe
@@ -95,22 +101,22 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _train(how, c, lhs, rhs, ranges, key):
-    return _forward(how, c, lhs, rhs, ranges, key, learns=False)[0]
+def _train(static, c, lhs, rhs, ranges, key):
+    return _forward(static, c, lhs, rhs, ranges, key, learns=False)[0]
 
 
 class _Residual(NamedTuple):
     """What the backward keeps of one operand."""
 
-    value: Operand  # codes or float
-    mask: jax.Array | None  # packed bits: inside the calibrated window
-    like: jax.Array  # no elements; a float dtype if the operand wants a gradient
+    value: Operand  # codes, or the float operand
+    mask: jax.Array | None  # packed bits, set inside the calibrated window
+    like: jax.Array  # has no elements, and a float dtype if a gradient is wanted
 
 
 @untouched
-def _forward(how, c, lhs, rhs, ranges, key, learns=True):
-    recipe = how.recipe
-    specs = c.place(recipe.fwd.lhs, "lhs"), c.place(recipe.fwd.rhs, "rhs")
+def _forward(static, c, lhs, rhs, ranges, key, learns=True):
+    recipe = static.recipe
+    specs = c.number_axes(recipe.fwd.lhs, "lhs"), c.number_axes(recipe.fwd.rhs, "rhs")
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
     operands, kept = [], []
     for name, x, spec, range_, slot in zip(
@@ -119,65 +125,62 @@ def _forward(how, c, lhs, rhs, ranges, key, learns=True):
         x = _first_order_only(x)
         used = again = x
         mask = None
-        if spec is not None and _is_float(x):
+        if spec is not None and is_float(x):
             if spec.calibration.clips and recipe.mask_clipped:
                 range_ = calibrate(x, spec) if range_ is None else range_
                 mask = jnp.packbits(is_inside(x, range_), axis=-1)
             twice = None
             if learns and range_ is None and isinstance(slot, Spec):
-                twice = _also_for_backward(c, how, name, x, spec)
+                twice = _also_for_backward(c, static, name, x, spec)
             used, again = twice or choose.quantize(
-                x, spec, range_, key, (how.site, name),
+                x, spec, range_, key, (static.site, name),
                 summed=_summed_axes(c, name), both=learns and slot is REUSE,
-                env=how.env,
+                env=static.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
             if learns and name == "lhs" and isinstance(again, QArray):
                 again = again.map(lambda part: checkpoint_name(part, KEPT))
         operands.append(used)
-        dtype = x.dtype if _is_float(x) else jnp.int8
+        dtype = x.dtype if is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
     stored = [s for s, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
     lhs, rhs = operands
     of = dataclasses.replace(c, stored=tuple(stored))
-    out = contract(of, lhs, rhs, recipe.fwd.accumulate, how.env)
+    out = contract(of, lhs, rhs, recipe.fwd.accumulate, static.env)
     out = checkpoint_name(out, OUT) if learns else out
     return out, (c, *kept, ranges.g, key)
 
 
-def _also_for_backward(c, how: _How, side: str, x: jax.Array, spec: Spec):
-    """Codes of x for the forward, and those the backward would make of it later; None if
-    no kernel makes both from one read. They are half the bytes of what made them."""
-    recipe = how.recipe
+def _also_for_backward(c, static: _Static, side: str, x: jax.Array, spec: Spec):
+    """Returns the codes of x for the forward and those for the backward, or None if no kernel
+    makes both from one read. Codes for the backward take half the bytes of x."""
+    recipe = static.recipe
     back, slot = (
         (c.drhs, recipe.drhs.lhs) if side == "lhs" else (c.dlhs, recipe.dlhs.rhs)
     )
-    again = back.place(slot, side)
+    again = back.number_axes(slot, side)
     if again == spec or (side == "lhs" and recipe.drhs.hadamard):
         return None
     summed = _summed_axes(c, side), _summed_axes(back, side)
-    found = choose.quantize_twice(x, (spec, again), summed, env=how.env)
-    return None if found is None else found[:2]
-
-
-def _is_float(x: Operand) -> bool:
-    return not isinstance(x, QArray) and is_wide(x.dtype)
+    pair = choose.quantize_twice(x, (spec, again), summed, env=static.env)
+    return None if pair is None else pair[:2]
 
 
 @untouched
-def _backward(how, residuals, g):
+def _backward(static, residuals, g):
     c, lhs, rhs, g_range, key = residuals
-    recipe, g = how.recipe, _first_order_only(g)
-    noise = key, how.site
+    recipe, g = static.recipe, _first_order_only(g)
+    noise = key, static.site
     of = {"lhs": (recipe.dlhs, lhs, rhs), "rhs": (recipe.drhs, rhs, lhs)}
     ways = {
         side: _way(c, side, gemm, mine, theirs, g, noise)
         for side, (gemm, mine, theirs) in of.items()
         if _wants_gradient(mine)
     }
-    codes, size = _codes_of_g(ways, g_range, noise, how.env)
+    codes, size = _codes_of_g(ways, g_range, noise, static.env)
     grads = {
-        side: _gradient(way, codes[side], noise, how.env) for side, way in ways.items()
+        side: _gradient(way, codes[side], noise, static.env)
+        for side, way in ways.items()
     }
     seen = None
     if g_range is not None:
@@ -189,7 +192,7 @@ def _backward(how, residuals, g):
 
 
 def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
-    """max |x| of all of x, or what the spec's calibration puts in its place."""
+    """Returns max |x| over all of x, or what the spec's calibration has instead of it."""
     if spec is None or spec.method in ("delayed", "fixed"):
         return calibration.largest(jnp.abs(x))
     return calibrate(x, spec)["absmax"]
@@ -205,9 +208,9 @@ def _wants_gradient(x: _Residual) -> bool:
 
 
 class _Way(NamedTuple):
-    """The gradient of one operand before it is made: g with what was kept of the other.
+    """How the gradient of one operand is computed: from g and what was kept of the other.
 
-    dlhs = back(g, rhs) and drhs = back(lhs, g): g stands where the operand stood.
+    dlhs = back(g, rhs) and drhs = back(lhs, g), so g is on the side of the operand.
     """
 
     side: str
@@ -215,12 +218,13 @@ class _Way(NamedTuple):
     gemm: Dlhs | Drhs
     mine: _Residual
     g: jax.Array
-    spec: Spec | None  # of g
-    factor: jax.Array | None  # to multiply g by
-    y: Operand
+    spec: Spec | None  # how g is quantized
+    factor: jax.Array | None  # what g is multiplied by first
+    y: Operand  # what was kept of the other operand
 
     @property
-    def summed(self) -> tuple[int, ...]:  # of g
+    def summed(self) -> tuple[int, ...]:
+        """The axes of g that are summed."""
         return _summed_axes(self.back, self.side)
 
 
@@ -230,7 +234,7 @@ def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
         out_sharding=_explicit_sharding(mine.value),
         stored=(),
     )
-    y, factor, spec = theirs.value, None, back.place(gemm.g, side)
+    y, factor, spec = theirs.value, None, back.number_axes(gemm.g, side)
     if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):
         g, y = _rotate(back, gemm.hadamard, g, y, *noise)
     if spec is not None:
@@ -239,20 +243,20 @@ def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
 
 
 def _codes_of_g(ways: dict[str, _Way], g_range, noise, env: Env):
-    """g as each of its matmuls wants it, and max |g| where a kernel saw all of g."""
+    """Returns g as each of its matmuls wants it, and max |g| where a kernel saw all of g."""
     key, site = noise
-    # of a constant: what others have seen does not matter
+    # A fixed range is a constant, which the ranges of earlier steps do not change.
     known = lambda way: None if way.spec.method == "fixed" else g_range
     if len(ways) == 2:
         one, two = ways.values()
         alike = one.g is two.g and one.factor is None and two.factor is None
         if alike and one.spec is not None and two.spec is not None:
-            found = choose.quantize_twice(
+            pair = choose.quantize_twice(
                 one.g, (one.spec, two.spec), (one.summed, two.summed), known(one),
                 largest=one.spec.method == "delayed", env=env,
             )  # fmt: skip
-            if found is not None:
-                return dict(zip(ways, found)), found[2]
+            if pair is not None:
+                return dict(zip(ways, pair)), pair[2]
     codes = {}
     for side, way in ways.items():
         codes[side] = way.g
@@ -268,8 +272,8 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
     key, site = noise
     other = "rhs" if way.side == "lhs" else "lhs"
     slot, y = getattr(way.gemm, other), way.y
-    if isinstance(slot, Spec) and _is_float(y):
-        spec, summed = way.back.place(slot, other), _summed_axes(way.back, other)
+    if isinstance(slot, Spec) and is_float(y):
+        spec, summed = way.back.number_axes(slot, other), _summed_axes(way.back, other)
         y, _ = choose.quantize(
             y, spec, None, key, (site, other, way.side), summed=summed, env=env
         )
@@ -278,17 +282,17 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
 
 
 def _explicit_sharding(x: Operand):
-    """The sharding the gradient must have, where shardings are part of the type."""
-    sharding = jax.typeof(held(x)).sharding
+    """Returns the sharding the gradient must have, where shardings are part of the type."""
+    sharding = jax.typeof(codes_of(x)).sharding
     explicit = AxisType.Explicit in getattr(sharding.mesh, "axis_types", ())
     return sharding if explicit else None
 
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
-    """(g . s) @ codes == g @ (s . codes): frees the codes of a scale that the backward sums
-    over; returns what g is to be multiplied by, or None, and the codes. 2-D blocks cannot
-    be. One scale for all elements need not be, and then a window given for g is one of g
-    itself."""
+    """Moves a scale s that the backward sums over from the codes to g, because
+    (g . s) @ codes == g @ (s . codes). Returns what g is to be multiplied by, or None, and
+    the codes. Scales of 2-D blocks cannot be moved. One scale for all elements need not be,
+    and stays, so that a range given for g is one of g itself."""
     if not isinstance(y, QArray) or y.scale.size == 1:
         return None, y
     movable = varies_only_where_kept(c, y, side) and not views.tiled_axes(y)
@@ -299,7 +303,8 @@ def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
 
 
 def _rotate(back: Contraction, size: int, g, y, key, site):
-    """The same random rotation of both operands along the sum, which it leaves alone."""
+    """Rotates both operands along the sum by the same random rotation, which leaves the sum
+    as it was."""
     if key is None:
         raise ValueError(
             "a random Hadamard rotation needs a key: pass key=jax.random.key(seed)."
@@ -312,16 +317,15 @@ def _rotate(back: Contraction, size: int, g, y, key, site):
 
 
 def _over_devices(grad: jax.Array, like: jax.Array) -> jax.Array:
-    """Inside shard_map an operand that all devices share gets the sum of their gradients."""
-    seen, own = (
-        getattr(jax.typeof(x), "mat", None) for x in (grad, like)
-    )  # which mesh axes a value varies over
+    """Sums, inside shard_map, the gradients of an operand that all devices share."""
+    # `mat` says which mesh axes a value varies over.
+    seen, own = (getattr(jax.typeof(x), "mat", None) for x in (grad, like))
     names = tuple(seen.varying - own.varying) if seen and own else ()
     return jax.lax.psum(grad, names) if names else grad
 
 
 def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
-    grad = _over_devices(grad.astype(x.like.dtype), held(x.value))
+    grad = _over_devices(grad.astype(x.like.dtype), codes_of(x.value))
     if x.mask is None:
         return grad
     inside = jnp.unpackbits(x.mask, axis=-1, count=grad.shape[-1]).astype(bool)
@@ -329,6 +333,7 @@ def _finish(grad: jax.Array, x: _Residual) -> jax.Array:
 
 
 def is_inside(x: jax.Array, range_: Range) -> jax.Array:
+    """Marks the elements of `x` that lie in the range of their tile."""
     low, high = range_.get("min"), range_.get("max")
     if "absmax" in range_:
         low, high = -range_["absmax"], range_["absmax"]
@@ -337,9 +342,7 @@ def is_inside(x: jax.Array, range_: Range) -> jax.Array:
 
 
 def _compare(op, x, bound):
-    if any(
-        n % m for n, m in zip(x.shape, bound.shape)
-    ):  # a last tile that is not whole
+    if any(n % m for n, m in zip(x.shape, bound.shape)):  # the last tile is not whole
         tiles = [-(-n // m) for n, m in zip(x.shape, bound.shape)]
         bound = views.expand(bound, [m * t for m, t in zip(bound.shape, tiles)])
         return op(x, views.crop_to(bound, x.shape))

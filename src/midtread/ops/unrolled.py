@@ -19,12 +19,12 @@ from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops.api import Ops
 from midtread.ops.context import untouched
 from midtread.ops.contraction import Dot
-from midtread.ops.engine import Operand, apply_scales, held, is_code, result_dtype
+from midtread.ops.engine import Operand, apply_scales, codes_of, is_code, result_dtype
 
 
 @untouched
 def contract_unrolled(c: Dot, lhs: Operand, rhs: Operand) -> jax.Array:
-    """`contract` for blocks in a kernel."""
+    """Does what `contract` does, for blocks in a kernel."""
     if not isinstance(c, Dot):
         raise NotImplementedError(f"{c.name} is not for kernels: write dot_general.")
     result = c.preferred or result_dtype(lhs, rhs)
@@ -32,12 +32,12 @@ def contract_unrolled(c: Dot, lhs: Operand, rhs: Operand) -> jax.Array:
     lhs, rhs = _multipliable(lhs), _multipliable(rhs)
     counts = _tile_counts(c, lhs, rhs)
     total: Any = 0
-    for place in itertools.product(*map(range, counts.values())):
-        index = dict(zip(counts, place))
+    for position in itertools.product(*map(range, counts.values())):
+        index = dict(zip(counts, position))
         left = _tile(lhs, c.lhs, counts, index)
         right = _tile(rhs, c.rhs, counts, index)
         scales = [x.scale if isinstance(x, QArray) else None for x in (left, right)]
-        out = _multiply(c, held(left), held(right), wide)
+        out = _multiply(c, codes_of(left), codes_of(right), wide)
         total = total + apply_scales(c, out, wide, *scales)
     return total.astype(result)
 

@@ -1,14 +1,15 @@
-"""Witness: who wants to know which contractions run, and how.
+"""Witness: an object that is called whenever a contraction runs, so that it can report on it.
 
-Nobody, as a rule, and then each question below costs one look at the thread's context.
-`mt.explain` does: while it traces a model, it is told
+`mt.explain` is one: while it traces a model, these methods of it are called. As a rule there
+is no witness, and then each function below costs one look at the thread's context.
 
-    place(path)                       which module's method is running
-    handle(name, handler, ...)        that an op was intercepted
-    rule(...)                         which rule the provider found for it
-    contraction(c, recipe, ...)       what the engine was asked to compute
+    inside(path)                      a method of the module at this path is running
+    handle(name, handler, ...)        an op was intercepted
+    rule(...)                         the provider chose this rule for it
+    contraction(c, recipe, ...)       the engine was asked to compute this
 
-The last three wrap what they are told of, so that a witness can mark its equations.
+`inside`, `handle` and `contraction` surround what they report, so that a witness can mark the
+equations that are traced meanwhile.
 """
 
 import contextlib
@@ -18,14 +19,14 @@ from typing import Any
 
 from midtread.ops.context import here
 
-PREFIX = "midtread#"  # of the names of scopes that a witness opens
+PREFIX = "midtread#"  # the names of scopes that a witness opens begin with it
 
 _numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
 def watched(by: Any) -> Iterator[None]:
-    """`by` is told of all that runs inside, on this thread."""
+    """Makes `by` the witness of all that this thread runs inside."""
     before = here.witness, here.watched
     here.witness, here.watched = by, next(_numbers)
     try:
@@ -35,28 +36,25 @@ def watched(by: Any) -> Iterator[None]:
 
 
 def key() -> int | None:
-    """The number of the witness, None if nobody watches."""
+    """Returns the number of the witness, None if there is none."""
     return here.watched
 
 
-def place(path: Callable[[], str]) -> contextlib.AbstractContextManager:
-    if here.witness is None:
-        return contextlib.nullcontext()
-    return here.witness.place(path())
-
-
 def handle(name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls the handler of an intercepted op, and lets the witness surround the call."""
     if here.witness is None:
         return handler(*args, **kwargs)
     return here.witness.handle(name, handler, args, kwargs)
 
 
 def rule(index: int | None, op_id: str | None) -> None:
+    """Reports which rule the provider chose for the op at hand."""
     if here.witness is not None:
         here.witness.rule(index, op_id)
 
 
 def contraction(c: Any, recipe: Any, lhs: Any, rhs: Any, run: Callable) -> Any:
+    """Runs a contraction, and lets the witness surround the run."""
     if here.witness is None:
         return run()
     return here.witness.contraction(c, recipe, lhs, rhs, run)

@@ -27,13 +27,18 @@ from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import computed_from, origin_is_hidden, owners, turn_of
 from midtread.numerics.calibration import statistic, statistic_of
-from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, calibrate, dequantize, quantize_by_spec
+from midtread.numerics.qarray import (
+    QArray,
+    calibrate,
+    dequantize,
+    is_float,
+    quantize_by_spec,
+)
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
-from midtread.ops.lookup import look_up, place_table
+from midtread.ops.lookup import look_up, number_table_axes
 from midtread.ops.recipe import Fwd, Recipe
 from midtread.ops.training import Ranges, train
 from midtread.providers.params import (
@@ -140,7 +145,7 @@ class PtqProvider(QuantizationProvider):
         if spec is not None:
             self._note_met(rule, _is_box(a) or place is not None)
         if place is not None:
-            a = self._quantize_param(place, a, place_table(spec, a.ndim, axis))
+            a = self._quantize_param(place, a, number_table_axes(spec, a.ndim, axis))
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
@@ -158,11 +163,13 @@ class PtqProvider(QuantizationProvider):
             if spec is None:
                 continue
             if params[side] is not None:
-                sides[side] = self._quantize_param(params[side], x, c.place(spec, side))
+                sides[side] = self._quantize_param(
+                    params[side], x, c.number_axes(spec, side)
+                )
             elif _is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
-                    placed = c.place(spec, side)
+                    placed = c.number_axes(spec, side)
                     ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
         recipe = Recipe(Fwd(**specs, accumulate=asked.accumulate), mask_clipped=False)
         if all(isinstance(x, QArray) for x in sides.values()):
@@ -564,7 +571,7 @@ def _is_box(x: Any) -> bool:
 
 
 def _is_float(x: Any) -> bool:
-    return not _is_box(x) and hasattr(x, "dtype") and is_wide(x.dtype)
+    return not isinstance(x, WithAux) and is_float(x)
 
 
 def _open(x: Any) -> Any:

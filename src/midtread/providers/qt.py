@@ -23,7 +23,7 @@ from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
-from midtread.ops.lookup import learn_look_up, place_table
+from midtread.ops.lookup import learn_look_up, number_table_axes
 from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
 
@@ -109,7 +109,7 @@ class QtProvider(QuantizationProvider):
         if spec is None or not is_table or out is not None:
             return jnp.take(a, indices, axis, out, **options)
         axis = axis % a.ndim
-        spec = place_table(spec, a.ndim, axis)
+        spec = number_table_axes(spec, a.ndim, axis)
         return learn_look_up(a, spec, indices, axis, **options)
 
     def _keeps_ranges(self, rule: QtRule) -> bool:
@@ -121,7 +121,7 @@ class QtProvider(QuantizationProvider):
         if weight:
             return None
         module, name = intercept.current_module(), f"{op_id}_{side}"
-        spec = c.place(spec, side)
+        spec = c.number_axes(spec, side)
         axes = tuple(a % x.ndim for a in rule.act_batch_axes)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
         how = statistic(rule.act_static_scale)

@@ -60,7 +60,7 @@ class StaticProvider(QtProvider):
         return True
 
     def _range(self, rule, op_id, c, side, spec, x, weight) -> Any:
-        spec, module = c.place(spec, side), intercept.current_module()
+        spec, module = c.number_axes(spec, side), intercept.current_module()
         if not weight:
             return self._noted(f"{op_id}_{side}", spec, x, (0,), None)
         axes = turn_of(module, weight, x)

@@ -33,8 +33,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.rules import QuantizationRule, field_names
 from midtread.model.weights import find_param, turn_of
 from midtread.numerics.calibration import Average
-from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, quantize_by_spec
+from midtread.numerics.qarray import QArray, is_float, quantize_by_spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.engine import contract
@@ -94,7 +93,7 @@ class CalibrationProvider(QuantizationProvider):
             args = in_jax_order(*args)
         kwargs.pop("_dot_general", None)
         module = intercept.current_module()
-        names = {id(a): find_param(module, a) for a in args if _is_float(a)}
+        names = {id(a): find_param(module, a) for a in args if is_float(a)}
 
         def execute(c, lhs, rhs):
             for side, w, x in (("rhs", rhs, lhs), ("lhs", lhs, rhs)):
@@ -129,10 +128,6 @@ class CalibrationProvider(QuantizationProvider):
         )
         if flaxlib.can_update(module):
             flaxlib.write(stat, Average().update(flaxlib.read(stat), found))
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and is_wide(x.dtype)
 
 
 SinglePassCalibrationProvider = CalibrationProvider

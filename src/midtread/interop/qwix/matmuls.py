@@ -120,7 +120,7 @@ def _how(c: Contraction, for_lhs: bool, tile_size: Any, fields: dict) -> HowToQu
     tiles = tiles if tile_size else {}
     method = fields.get("calibration_method", "absmax")
     spec = Spec(fields["qtype"], ("kept",), tiles, method)
-    return how_of(c.place(spec, "lhs" if for_lhs else "rhs"), **fields)
+    return how_of(c.number_axes(spec, "lhs" if for_lhs else "rhs"), **fields)
 
 
 def how_in_dot_general(
@@ -305,7 +305,7 @@ class _Collecting(QtConfig):
         seen = [
             None
             if collect is None or spec is None or not is_wide(x.dtype)
-            else collect(calibrate(jax.lax.stop_gradient(x), c.place(spec, side)))
+            else collect(calibrate(jax.lax.stop_gradient(x), c.number_axes(spec, side)))
             for collect, spec, x, side in (
                 (self.lhs_collect_quant_stat, recipe.fwd.lhs, lhs, "lhs"),
                 (self.rhs_collect_quant_stat, recipe.fwd.rhs, rhs, "rhs"),
