@@ -1,0 +1,22 @@
+"""Model: rules, and how the ops of a Flax model or function reach a provider.
+
+rules.py      where in a model, in which formats; from a rule to Specs
+provider.py   the base of every provider: rules, and handlers of the ops they match
+quantize.py   quantize_model: a Flax model under a provider
+function.py   quantize_function: a plain function under a provider
+intercept.py  calls of JAX's functions reach the active provider
+everyop.py    the same for every op, not contractions alone
+running.py    which model, module and provider are at work on this thread
+weights.py    which operand of a matmul is a parameter
+flaxlib.py    Linen and NNX behind the same few functions
+boxes.py      how a quantized parameter is stored in a model
+
+explain.py    what a provider does to a model, op by op, from
+  ledger.py     what was seen while the model was traced,
+  jaxprs.py     what the traced program multiplies, and how often,
+  operands.py   the formats of each operand,
+  chosen.py     and the kernels that were chosen, as
+  coverage.py   rows, totals and a table
+prove.py      what the compiled program multiplies and sends, read from
+  hlo.py        its text
+"""

@@ -1,8 +1,8 @@
 """Chosen: which kernels a contraction takes, and why those before them refused.
 
-What the engine was asked to compute is computed once more on shapes, forward and backward, under
-a watch that is told of every choice (kernels/environment.py), for this device or for one that is
-pretended. Nothing is compiled or run.
+What the engine was asked to compute is traced once more on shapes, forward and backward, while
+a function of ours notes every choice (`environment.watched`), for this device or for one that
+is pretended. Nothing is compiled or run.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from midtread.ops.training import Ranges, train
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One choice.
+    """The kernel that was chosen for one operation.
 
     Attributes:
         phase: "forward" or "backward".
         operation: such as "scaled matmul" or "quantize", and the shapes of its operands.
-        name: of the candidate that was chosen; "XLA" where every one refused.
+        name: the name of the candidate that was chosen; "XLA" where every one refused.
         refused: the names of those before it, with their reasons.
     """
 
@@ -44,19 +44,19 @@ class Kernel:
 def kernels_of(
     c: Any, recipe: Any, operands: tuple, trains: bool, device: str | None
 ) -> tuple[Kernel, ...]:
-    """The choices of one contraction.
+    """Returns the kernels that one contraction takes.
 
     Args:
         recipe: None if it serves.
         operands: arrays or QArrays; their shapes are all that counts.
         trains: whether its backward runs too.
-        device: a key of `environment.DEVICES`; None: this one.
+        device: a key of `environment.DEVICES`; None for this device.
     """
-    found, phase = [], ["forward"]
+    choices, phase = [], ["forward"]
 
     def note(operation, operands, choice):
         what = f"{operation} {_shapes(operands)}"
-        found.append(Kernel(phase[0], what, str(choice), choice.refused))
+        choices.append(Kernel(phase[0], what, str(choice), choice.refused))
 
     def run(c, lhs, rhs, key):
         if recipe is None:
@@ -78,11 +78,11 @@ def kernels_of(
             stack.enter_context(environment.pretended(device))
         stack.enter_context(environment.watched(note))
         jax.eval_shape(run, *jax.tree.map(shape, (c, *operands)), key)
-    return tuple(dict.fromkeys(found))  # jax may trace a forward twice
+    return tuple(dict.fromkeys(choices))  # jax may trace a forward twice
 
 
 def _ranges(recipe: Any, c: Any) -> Ranges:
-    """Stand-ins for ranges that a provider learns elsewhere."""
+    """Returns ranges of the right shapes for those that a provider would have learned."""
 
     def of(spec: Spec | None, labels: tuple) -> dict | None:
         if spec is None or spec.method != "delayed":
@@ -95,7 +95,7 @@ def _ranges(recipe: Any, c: Any) -> Ranges:
 
 
 def _shapes(operands: Any) -> str:
-    """'[1024,512] x [512,768]'."""
+    """Writes shapes as '[1024,512] x [512,768]'."""
     operands = getattr(operands, "matmul", operands)
     if hasattr(operands, "lhs"):
         parts = codes_of(operands.lhs), codes_of(operands.rhs)

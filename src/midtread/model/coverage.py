@@ -1,4 +1,4 @@
-"""Coverage: what `mt.explain` found, as rows and totals, and as a table.
+"""Coverage: the answer of `mt.explain`, as rows and totals, and as a table.
 
 Rows that differ in a number of their path alone (layers/0, layers/1, ...) are printed as
 one; `rows` has them all. Shares of FLOPs are of the forward pass, and of both backward
@@ -31,8 +31,8 @@ def dtype_text(dtype: Any) -> str:
 
 
 def format_text(fmt: Format, tile: Sequence[int] = ()) -> str:
-    """'int8', 'int4/128', 'int4/32x128': with how many elements share a scale, axis by
-    axis.
+    """Writes a format with how many elements share a scale along each axis: 'int8',
+    'int4/128', 'int4/32x128'.
 
     >>> from midtread.numerics.formats import as_format
     >>> format_text(as_format("fp8"), (1, 128, 128))
@@ -54,30 +54,28 @@ class Param:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A contraction, kernel or lookup, everywhere it runs from the same place."""
+    """A contraction, kernel or lookup, with all the times that this line of code runs it."""
 
     path: str
     op: str
     shapes: tuple[tuple[int, ...], ...]
     rule: int | None = None
     fwd: tuple[str, str] | None = None  # formats of lhs and rhs
-    dlhs: tuple[str, str] | None = None  # of g and rhs
-    drhs: tuple[str, str] | None = None  # of lhs and g
+    dlhs: tuple[str, str] | None = None  # formats of g and rhs
+    drhs: tuple[str, str] | None = None  # formats of lhs and g
     runs_as: str = ""  # the dtypes that are multiplied on this platform
     times: int = 1
-    flops: int = 0  # of the forward, all times together
-    bytes: int = 0  # of both operands in these formats
+    flops: int = 0  # those of the forward, all times together
+    bytes: int = 0  # those of both operands in these formats
     weight: str = ""
-    weight_bytes: int = 0  # in the float model
+    weight_bytes: int = 0  # what it takes in the float model
     reason: str = ""  # why it is left alone
     note: str = ""
     quantized: tuple[bool, bool, bool] = (False, False, False)  # fwd, dlhs, drhs
     is_opaque: bool = False
     is_emulated: bool = False  # both operands are codes, multiplied in a wider dtype
     is_adapter: bool = False  # a product with LoRA's A or B
-    kernels: tuple[
-        Kernel, ...
-    ] = ()  # the choices of its matmuls, if they were asked for
+    kernels: tuple[Kernel, ...] = ()  # the kernels of its matmuls, if asked for
 
     @property
     def is_quantized(self) -> bool:
@@ -92,6 +90,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
+    """Sums over the rows of a model."""
+
     contractions: int
     left_alone: int
     adapters: int
@@ -103,7 +103,7 @@ class Totals:
     weight_bytes: int
     quantized_weight_bytes: int
     stored_weight_bytes: int
-    outside_bytes: int  # of parameters that no row names
+    outside_bytes: int  # those of parameters that no row names
     emulated: int
 
     @property
@@ -154,7 +154,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """The rows of a model and its parameters; `print` it."""
+    """The rows of a model and its parameters, to be printed."""
 
     rows: tuple[Row, ...]
     params: dict[str, Param]
@@ -211,7 +211,7 @@ class Coverage:
         )
 
     def _kernels(self) -> list[str]:
-        """Which kernels run, row by row, and why those before them refused."""
+        """Says which kernels run, row by row, and why those before them refused."""
         lines = []
         for group in _groups(self.rows):
             row = group[0]
@@ -223,7 +223,7 @@ class Coverage:
 
 
 def table(lines: list[list[str]], numbers: set[int]) -> str:
-    """Lines of cells in columns; those in `numbers` end where the column ends."""
+    """Aligns cells in columns, those of the columns in `numbers` to the right."""
     widths = [max(map(len, cells)) for cells in zip(*lines)]
     pad = lambda i, s: s.rjust(widths[i]) if i in numbers else s.ljust(widths[i])
     return "\n".join(
@@ -232,18 +232,18 @@ def table(lines: list[list[str]], numbers: set[int]) -> str:
 
 
 def _groups(rows: tuple[Row, ...]) -> list[list[Row]]:
-    """Rows that differ in numbers of their path alone, together."""
-    found: dict[Any, list[Row]] = {}
+    """Groups rows that differ only in numbers of their path."""
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
         anywhere = lambda text: re.sub(r"(?<![^/])\d+(?![^/])", "*", text)
         path, weight = anywhere(row.path), anywhere(row.weight)
         key = dataclasses.replace(row, path=path, weight=weight)
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def _path(rows: list[Row]) -> str:
-    """'layers/{0..3}/mlp', 'blocks/{0,2}'."""
+    """Writes the paths of a group as one: 'layers/{0..3}/mlp', 'blocks/{0,2}'."""
     parts = []
     for part in zip(*(r.path.split("/") for r in rows)):
         seen = list(dict.fromkeys(part))
@@ -281,7 +281,7 @@ def _weight(rows: list[Row]) -> str:
     return f"{name} {human(sum(r.weight_bytes for r in rows), 'B')}"
 
 
-# heading: what a group of rows shows under it
+# The headings, and what a group of rows shows under each.
 COLUMNS = {
     "path": _path,
     "op": lambda rows: rows[0].op,

@@ -1,8 +1,8 @@
-"""Every op: what a provider sees that cares for more than contractions.
+"""Every op: interception for providers that handle more than contractions.
 
-A fixed-point file needs a range on every edge of the model, so such a provider (its
-`surroundings` are `installed()`) must hear of additions, softmaxes and reshapes as well.
-It does at three levels, from the outside in, and the first that is handled ends it:
+A fixed-point file needs a range on every edge of the model, so its provider (whose
+`surroundings` are `installed()`) must see additions, softmaxes and reshapes as well. It sees
+them at three levels, from the outside in, and the first level that handles a call ends it:
 
     modules      LayerNorm, BatchNorm, Dropout: whole Flax modules   handlers["module"]
     functions    softmax, gelu, avg_pool, x[...], x + y, ...         handlers[name]
@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, Callable] = {
     "sum": jnp.sum,
     "true_divide": jnp.true_divide,
 }
-# name -> class and method: ufuncs are add, subtract, multiply, ...; custom_jvp is relu, ...
+# Ufuncs are add, subtract, multiply, ...; relu and others are a custom_jvp.
 METHODS = {
     "ufunc": (jnp.ufunc, "__call__"),
     "custom_jvp": (jax.custom_jvp, "__call__"),
@@ -61,7 +61,7 @@ _undo: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Every op is seen inside, and no jit hides one."""
+    """Makes every op reach providers inside, where no jit hides one."""
     global _running
     with _lock:
         _running += 1

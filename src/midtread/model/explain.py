@@ -3,8 +3,8 @@
 The model is traced once under the provider, on shapes alone, and nothing is run. Three
 sources are put together, each the authority on its own question:
 
-    the provider     which rule it found for an op, and the op's id
-    the engine       the Contraction, the Recipe and the operands it was handed
+    the provider     which rule it chose for an op, and the op's id
+    the engine       the Contraction, the Recipe and the operands it was given
     the jaxpr        how often that runs (scan, vmap, branches), in which dtypes it is
                      multiplied, and what ran that neither of them knows of
 
@@ -46,7 +46,7 @@ def explain(
     device: str | None = None,
     **kwargs: Any,
 ) -> Coverage:
-    """Every contraction of `model` under `provider`: a record that prints as a table.
+    """Lists every contraction of a model under a provider; the result prints as a table.
 
     Shapes are enough: inputs may be jax.ShapeDtypeStructs, an NNX model may come from
     nnx.eval_shape.
@@ -66,7 +66,7 @@ def explain(
         method: the method that is explained.
         kernels: whether to say which kernel each contraction takes, forward and backward,
             and why those before it refused.
-        device: for which device to say that, such as "h200" or "l40s"; None: this one.
+        device: for which device to say that, such as "h200" or "l40s"; None for this one.
 
     Returns:
         A Coverage: one record per contraction, and totals of FLOPs and bytes.
@@ -95,7 +95,7 @@ def explain(
         if isinstance(model, nnx.Module)
         else _trace_function
     )
-    # a GPU's kernels would hide the contractions
+    # The kernels of a GPU would hide the contractions.
     with implementation("xla" if here().platform == "gpu" else None):
         jaxpr, params = trace(model, provider, method, inputs, kwargs, seen)
     text = provider.unused_rules_text()
@@ -193,26 +193,26 @@ def _trace_function(fn, provider, method, inputs, kwargs, seen):
 
 
 def _flat_dict(tree: Any, path: tuple = ()) -> dict[str, Any]:
-    """{path: array or box} of nested dicts."""
+    """Returns {path: array or box} for nested dicts."""
     if isinstance(tree, dict) or hasattr(tree, "items"):
-        found = {}
+        flat = {}
         for key, value in tree.items():
-            found |= _flat_dict(value, (*path, str(key)))
-        return found
+            flat |= _flat_dict(value, (*path, str(key)))
+        return flat
     return {"/".join(path): flaxlib.unbox(tree)}
 
 
 def _flat_module(model: nnx.Module) -> dict[str, Any]:
-    found, inside = {}, set()
+    flat, inside = {}, set()
     for path, node in nnx.iter_graph(model):
         if isinstance(node, WithAux):
-            found[path] = flaxlib.unbox(node)
+            flat[path] = flaxlib.unbox(node)
         elif isinstance(node, nnx.Param):
             inside.add(path)
-            found[path] = flaxlib.unbox(node)
-    boxes = [p for p in found if p not in inside]
+            flat[path] = flaxlib.unbox(node)
+    boxes = [p for p in flat if p not in inside]
     within = lambda p: any(p[: len(b)] == b and p != b for b in boxes)
-    return {"/".join(map(str, p)): v for p, v in found.items() if not within(p)}
+    return {"/".join(map(str, p)): v for p, v in flat.items() if not within(p)}
 
 
 def _sizes(flat: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -227,7 +227,8 @@ def _nbytes(x: Any) -> int:
 
 
 def _params(before: dict, after: dict) -> dict[str, Param]:
-    """Parameters that the float model has too: adapters and static scales are not its."""
+    """Returns the parameters that the float model has too; it has no adapters and no static
+    scales."""
     return {
         k: Param(shape, nbytes, after.get(k, (shape, nbytes))[1])
         for k, (shape, nbytes) in before.items()

@@ -1,9 +1,9 @@
-"""Flaxlib: Linen and NNX behind the same few questions.
+"""Flaxlib: Linen and NNX behind the same few functions.
 
-    path_of(module)          "encoder/layers/0"; "" for the root
+    path_of(module)          its path, "encoder/layers/0"; "" for the root
     params_of(module)        {name: array or boxed array} of the module itself
     variable(...)            a variable of the module, made if it is not there
-    can_update(module)       statistics may be written now
+    can_update(module)       whether statistics may be written now
     make_rng(module, name)   a key of a random stream
 
 A Linen module knows its path. An NNX module does not, and transforms rebuild modules, so
@@ -51,7 +51,7 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 
 def unbox(x: Any) -> Any:
-    """The array inside metadata boxes and variables, without applying constraints."""
+    """Takes an array out of metadata boxes and variables, without applying constraints."""
     sort = _sort(type(x))
     if sort == "array":
         return x
@@ -67,7 +67,7 @@ def unbox(x: Any) -> Any:
         return unbox(x.unbox())
     leaves, tree = jax.tree.flatten(x, is_leaf=_is_unboxable)
     if not any(map(_is_unboxable, leaves)):
-        return x  # also where nothing is to be made anew
+        return x
     return jax.tree.unflatten(tree, map(unbox, leaves))
 
 
@@ -80,8 +80,8 @@ def _is_unboxable(x: Any) -> bool:
 
 @functools.cache
 def _sort(kind: type) -> str:
-    """Which sort of thing instances of a class are. Asked of the class, for `isinstance(x,
-    nnx.Variable)` is slow, and what tracing a model would spend its time on."""
+    """Says what sort of thing instances of a class are. It is cached by class, for to ask
+    `isinstance(x, nnx.Variable)` is slow, and tracing a model would spend its time on it."""
     sorts = {
         "tracer": jax.core.Tracer,
         "variable": nnx.Variable,
@@ -95,22 +95,23 @@ def _sort(kind: type) -> str:
 
 
 def params_of(module: Any) -> dict[str, Any]:
+    """Returns {name: array or boxed array} of the module's own parameters."""
     if isinstance(module, nn.Module):
         if module.scope is None or "params" not in module.variables:
             return {}
         return {k: unbox(v) for k, v in module.variables["params"].items()}
     if hasattr(module, "_params_here"):  # a plain function's scope
         return module._params_here
-    found = vars(module).items()
+    attributes = vars(module).items()
     return {
         k: unbox(v)
-        for k, v in found
+        for k, v in attributes
         if hasattr(v, "get_raw_value") and isinstance(v, nnx.Param)
     }
 
 
 def all_params(model: Any) -> list[tuple[tuple, Any]]:
-    """(path, array) of every parameter of a model that is there."""
+    """Returns (path, array) of every parameter that a model has now."""
     if isinstance(model, nn.Module):
         tree = flax.core.unfreeze(model.variables.get("params", {}))
         flat = flax.traverse_util.flatten_dict(unbox(tree))
@@ -126,11 +127,12 @@ def all_params(model: Any) -> list[tuple[tuple, Any]]:
 
 
 def read(var: Any) -> Any:
-    """The value of a Linen or NNX variable."""
+    """Returns the value of a Linen or NNX variable."""
     return var.get_value() if isinstance(var, nnx.Variable) else var.value
 
 
 def write(var: Any, value: Any) -> None:
+    """Sets the value of a Linen or NNX variable."""
     if isinstance(var, nnx.Variable):
         var.set_value(value)
     else:
@@ -138,11 +140,11 @@ def write(var: Any, value: Any) -> None:
 
 
 def like(box: Any, value: Any, axes: Any = None) -> Any:
-    """`value` in the same kind of box as `box`: sharding names where extents allow.
+    """Puts `value` in the same kind of box as `box`, with sharding names where extents allow.
 
     Args:
-        axes: for each axis of `value` the axis of `box` whose name it takes; None for no
-            name. All, in order, if not given. Or a function of the names.
+        axes: for each axis of `value` the axis of `box` whose name it takes, or None for no
+            name; or a function of the names. If it is not given, names stay in order.
     """
     was = getattr(unbox(box), "shape", ())
     if isinstance(box, nn.meta.AxisMetadata):
@@ -166,11 +168,11 @@ def like(box: Any, value: Any, axes: Any = None) -> Any:
 
 
 def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) -> Any:
-    """Names for an array of `shape`: an axis that shrank to 1 cannot be sharded."""
+    """Returns names for an array of `shape`. An axis that shrank to 1 cannot be sharded."""
     if callable(axes):
         return axes(names)
     if axes is not None:
-        known = dict(enumerate(names))  # may be fewer than axes
+        known = dict(enumerate(names))  # there may be fewer names than axes
         chosen = tuple(known.get(a) for a in axes)
         names = (
             jax.sharding.PartitionSpec(*chosen)
@@ -190,7 +192,8 @@ def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) 
 
 
 def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
-    """A variable to `read` and `write`; its shape must be what `init` would give."""
+    """Returns a variable to `read` and `write`, made if it is not there. Its shape must be
+    what `init` would give."""
     if isinstance(module, nn.Module):
         var = module.scope.variable(collection, name, init)
     elif hasattr(module, name):
@@ -199,10 +202,10 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
         kind = _VARIABLES.get(collection) or nnx.variable_type_from_name(collection)
         var = kind(init())
         setattr(module, name, var)
-    held = _shapes(lambda: flax.core.unfreeze(read(var)))
-    if held != _shapes(init):
+    stored = _shapes(lambda: flax.core.unfreeze(read(var)))
+    if stored != _shapes(init):
         raise ValueError(
-            f"{path_of(module)!r}: {name} was gathered with shapes {held}, but this call "
+            f"{path_of(module)!r}: {name} was gathered with shapes {stored}, but this call "
             f"has {_shapes(init)}. Name the axes that vary in act_batch_axes."
         )
     return var
@@ -213,22 +216,22 @@ def _shapes(make: Callable[[], Any]) -> Any:
 
 
 def take_variable(module: Any, collection: str, name: str) -> Any:
-    """The value of a variable, taken out of the module; None if there is none."""
+    """Takes a variable out of the module and returns its value, None if there is none."""
     if isinstance(module, nn.Module):
         if not module.has_variable(collection, name):
             return None
-        # Private: Linen offers no public way to remove a variable.
+        # This is private: Linen offers no public way to remove a variable.
         return module.scope._mutable_collection(collection).pop(name)
-    held = getattr(module, name, None)
-    if held is not None:
+    value = getattr(module, name, None)
+    if value is not None:
         delattr(module, name)
-    return held
+    return value
 
 
 def param(
     module: Any, name: str, init: Callable[[], Any], kind: type = nnx.Param
 ) -> Any:
-    """A parameter of the module, made if it is not there."""
+    """Returns a parameter of the module, made if it is not there."""
     if isinstance(module, nn.Module):
         return module.scope.param(name, lambda _: init())
     if not hasattr(module, name):
@@ -238,37 +241,39 @@ def param(
 
 def check_shapes(module: Any, name: str, init: Callable[[], Any]) -> None:
     """Refuses a parameter whose shapes are not those that `init` would give."""
-    held, fresh = _shapes(lambda: getattr(module, name)), _shapes(init)
-    if held != fresh:
+    stored, fresh = _shapes(lambda: getattr(module, name)), _shapes(init)
+    if stored != fresh:
         raise ValueError(
-            f"{path_of(module)!r}: {name} has shapes {held}, but {fresh} are asked for."
+            f"{path_of(module)!r}: {name} has shapes {stored}, but {fresh} are asked for."
         )
 
 
 def replace_param(module: Any, name: str, tree: Any) -> None:
-    """Puts a tree in a parameter's place, each leaf in the parameter's kind of box."""
+    """Replaces a parameter by a tree, each leaf in the parameter's kind of box."""
     if isinstance(module, nn.Module):
-        held = module.get_variable("params", name)
-        module.put_variable("params", name, jax.tree.map(lambda v: like(held, v), tree))
+        box = module.get_variable("params", name)
+        module.put_variable("params", name, jax.tree.map(lambda v: like(box, v), tree))
     else:
-        held = getattr(module, name)
-        setattr(module, name, jax.tree.map(lambda v: like(held, v), tree))
+        box = getattr(module, name)
+        setattr(module, name, jax.tree.map(lambda v: like(box, v), tree))
 
 
 def set_on_all(model: nnx.Module, **attributes: Any) -> None:
+    """Sets attributes on a module and all modules inside it."""
     for _, module in nnx.iter_modules(model):
         for name, value in attributes.items():
-            if value is not None or name in vars(module):  # None is the class's own
+            if value is not None or name in vars(module):  # the class has None already
                 _set_data(module, name, value)
 
 
 def _set_data(module: nnx.Module, name: str, value: Any) -> None:
-    """Sets an attribute of a module, unless all it has are another's variables."""
+    """Sets an attribute of a module, unless it only wraps a Linen module's variables."""
     if not isinstance(module, nnx.bridge.ToNNX):
         setattr(module, name, nnx.data(value))
 
 
 def can_update(module: Any) -> bool:
+    """Whether statistics may be written now."""
     if isinstance(module, nn.Module):
         if module.is_initializing():
             return False
@@ -277,6 +282,7 @@ def can_update(module: Any) -> bool:
 
 
 def make_rng(module: Any, name: str) -> jax.Array:
+    """Returns a key of the random stream `name`."""
     if isinstance(module, nn.Module) or hasattr(module, "_params_here"):
         return module.make_rng(name)
     rngs = getattr(module, RNGS, None)
@@ -293,16 +299,17 @@ def make_rng(module: Any, name: str) -> jax.Array:
 
 
 def provider_of(model: Any) -> Any:
-    """The provider that a model was quantized with, or None."""
+    """Returns the provider that a model was quantized with, or None."""
     return getattr(type(model), "_provider", None)
 
 
 def stacked_by(root: nnx.Module, module: nnx.Module) -> tuple[int, ...]:
-    """Extents of the stack of layers that `module`, met while `root` ran, is one of."""
+    """Returns the extents of the stack of layers that `module`, which ran in `root`, is one
+    layer of."""
     stored = {path: params_of(m) for path, m in nnx.iter_modules(root)}
     own = params_of(module)
     paths = [module._path]
-    if not own:  # then what it is made of tells
+    if not own:  # then the modules inside it tell
         depth = len(module._path)
         paths = [p for p in stored if p[:depth] == module._path]
     here = dict(nnx.iter_modules(module))
@@ -321,8 +328,8 @@ def stacked_by(root: nnx.Module, module: nnx.Module) -> tuple[int, ...]:
 
 
 def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
-    """Gives stacked modules a stack of streams, and none to those that want none."""
-    made: dict[tuple, nnx.Rngs] = {}
+    """Gives stacked modules a stack of random streams, and none to those that want none."""
+    stacked: dict[tuple, nnx.Rngs] = {}
     for path, module in nnx.iter_modules(model):
         rngs, extents = getattr(module, RNGS, None), stacks.get(path)
         if extents is None:
@@ -330,16 +337,16 @@ def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
         elif extents and isinstance(rngs, nnx.Rngs):
             counts = jax.tree.leaves(nnx.state(rngs, nnx.RngCount))
             if all(count.ndim == 0 for count in counts):
-                if extents not in made:
-                    made[extents] = rngs.split(extents)
-                setattr(module, RNGS, nnx.data(made[extents]))
+                if extents not in stacked:
+                    stacked[extents] = rngs.split(extents)
+                setattr(module, RNGS, nnx.data(stacked[extents]))
 
 
 # --- adopting a model -------------------------------------------------------------------------
 
 
 def adopt_linen(model: nn.Module, provider: Any, methods) -> nn.Module:
-    """A copy of a Linen module that runs `methods` under the provider."""
+    """Copies a Linen module; the copy runs `methods` under the provider."""
     cls = getattr(type(model), "_unquantized_type", type(model))
     fields: dict[str, Any] = {"_unquantized_type": cls, "_provider": provider}
     for name in methods:
@@ -365,7 +372,7 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
                 out = original(model, *args, **kwargs)
             return provider.process_model_output(name, out)
 
-    # wraps() copied the marks of a compact method; this one only calls it
+    # wraps() copied the marks of a compact method, which this one only calls.
     for mark in ("compact", "nowrap", "method_handler_wrapped", "__wrapped__"):
         method.__dict__.pop(mark, None)
     return method
@@ -381,12 +388,12 @@ def _enter_linen(next_fn, args, kwargs, context):
 
 
 def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
-    """The same NNX module, given classes that know paths and run under the provider."""
+    """Gives an NNX module classes that know paths and run under the provider."""
     for path, module in nnx.iter_modules(model):
         cls = getattr(type(module), "_unquantized_type", type(module))
         fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
         fields["_path_text"] = "/".join(map(str, path))
-        # as Qwix has them, for model.set_attributes and for those who read them
+        # Qwix has these attributes, for model.set_attributes and for code that reads them.
         fields |= {"qwix_path": path, "disable_quant_stats_update": False, RNGS: None}
         for name, original in _nnx_methods(cls):
             fields[name] = _nnx_method(original, name)
@@ -424,8 +431,8 @@ def _nnx_method(original: Callable, name: str) -> Callable:
 
 
 def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
-    """The module's name in the names of JAX's equations, as Linen gives it: profiles and
-    `mt.prove` show it."""
+    """Opens a scope with the module's name, as Linen does, so that the names of JAX's
+    equations have it: profiles and `mt.prove` show it."""
     outer = running.current_path()
     name = path_of(module).removeprefix(outer).strip("/")
     return jax.named_scope(name) if name else contextlib.nullcontext()

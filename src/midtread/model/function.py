@@ -1,12 +1,12 @@
-"""quantize_function: a plain JAX function that runs under a provider.
+"""quantize_function: makes a plain JAX function run under a provider.
 
-For models that are functions of their parameters (Equinox, Haiku, or nothing at all).
-What modules are elsewhere, scopes are here: inside `with jax.named_scope("mlp")` the
-module path is "mlp", and rules match it as they match a Flax path.
+This is for models that are functions of their parameters (Equinox, Haiku, or no library at
+all). Scopes take the part of modules: inside `with jax.named_scope("mlp")` the module path
+is "mlp", and rules match it as they match a Flax path.
 
 Every scope, wherever and whenever it was made, is entered through one class of JAX's,
-`jax.extend.source_info_util.extend_name_stack`. That class also tells us. JAX's own
-name stack would not do: it starts anew inside each jit and scan, and is no part of
+`jax.extend.source_info_util.extend_name_stack`, which is changed to call us as well. JAX's
+own name stack would not do: it starts anew inside each jit and scan, and is no part of
 jit's cache key, so that one trace would serve scopes that match different rules.
 
 Which operand is a weight is decided by the parameters, one argument of the function: a
@@ -39,7 +39,7 @@ def quantize_function(
     params_argnum: int = 0,
     rngs: Mapping[str, jax.Array] | None = None,
 ) -> Callable:
-    """`fn` under `provider`, with `jax.named_scope` names as module paths.
+    """Makes a function run under a provider, with `jax.named_scope` names as module paths.
 
     A function keeps no state: rules that need some (`act_static_scale`, delayed scaling,
     float weights under PtqProvider) are refused. Weights that are QArrays already are used
@@ -99,15 +99,16 @@ def _name(fn: Callable) -> str:
 
 
 class Scope:
-    """Stands where a module stands elsewhere: a path, the parameters, random streams."""
+    """Takes the part of a module: it has a path, the parameters and random streams."""
 
     def __init__(self, path: tuple[str, ...], params: dict, rngs: dict, known: dict):
         self._path, self._path_text = path, "/".join(path)
-        self._params_here = params  # of the whole function: a scope owns none
+        self._params_here = params  # those of the whole function; a scope owns none
         self._rngs = rngs
-        self._known = known  # path -> Scope: one each, so that ops count on
+        self._known = known  # path -> Scope; a path has one, so that ops count on
 
     def inside(self, name: str) -> "Scope":
+        """Returns the scope of that name inside this one."""
         path = (*self._path, name)
         if path not in self._known:
             self._known[path] = Scope(path, self._params_here, self._rngs, self._known)
@@ -122,7 +123,7 @@ class Scope:
         return self._rngs[name]
 
     def __getattr__(self, name: str) -> Any:
-        # What a provider looks up on a module, by name, to store something there.
+        # A provider looks up a name on a module in order to store something there.
         if name.startswith("__"):
             raise AttributeError(name)
         raise ValueError(
@@ -135,21 +136,21 @@ class Scope:
 
 
 def _weights(params: Any) -> dict[str, Any]:
-    """{path: leaf}, beside every leaf what it was before differentiation, and the shape of
-    one of its layers if it may be a stack of them."""
+    """Returns {path: leaf}, and beside every leaf what it was before differentiation, and the
+    shape of one layer if it may be a stack of layers."""
     is_quantized = lambda x: isinstance(x, QArray)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    found = {}
+    weights = {}
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path)
         if not hasattr(leaf, "shape") or is_quantized(leaf):
             continue
-        found[name] = leaf
+        weights[name] = leaf
         for depth, inner in enumerate(intercept.ancestors(leaf)):
-            found[f"{name}~{depth}"] = inner
+            weights[f"{name}~{depth}"] = inner
         if len(leaf.shape) > 2:
-            found[f"{name}[i]"] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return found
+            weights[f"{name}[i]"] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return weights
 
 
 # --- scopes -----------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ _followed: list[type] = []
 
 
 def _follow_scopes() -> None:
-    """Lets the class behind `jax.named_scope` tell us what is entered. Once, for good."""
+    """Changes the class behind `jax.named_scope`, once and for good, to call us too."""
     with _lock:
         if _followed:
             return
@@ -185,7 +186,7 @@ def _follow_scopes() -> None:
 
 
 def _entered(name: str) -> contextlib.ExitStack | None:
-    """The scope `name` of the function that runs; None if what runs is something else."""
+    """Enters the scope `name` of the function that runs; None if something else runs."""
     module = running.entered_module()
     if not isinstance(module, Scope) or name.startswith(witness.PREFIX):
         return None

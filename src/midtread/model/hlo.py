@@ -8,8 +8,8 @@ XLA prints a module as computations, each a list of instructions:
 
 `parse` makes records of them, for the text before optimization and after. `walk` visits
 all that runs, with the number of times (trip counts of loops that XLA knows). A value is
-an instruction in a frame: which call, fusion or loop of which caller it stands in, so that
-`origin` can follow an operand to where its bits come from, across all of these.
+an instruction in a frame, and a frame says which call, fusion or loop of which caller it is
+in, so that `origin` can follow an operand through all of these to where its bits come from.
 """
 
 import dataclasses
@@ -23,20 +23,22 @@ BITS = {"pred": 1, "token": 0, "opaque": 0}
 
 
 def bits(dtype: str) -> int:
-    """Of one element: 8 for 's8' and 'f8e4m3fn', 16 for 'bf16'."""
+    """Returns the bits of one element: 8 for 's8' and 'f8e4m3fn', 16 for 'bf16'."""
     if dtype in BITS:
         return BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    return int(found.group()) if found else 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 0
 
 
 def is_low(dtype: str) -> bool:
-    """Eight bits or fewer, and a number: masks do not count."""
+    """Whether it is a number of eight bits or fewer; masks are not."""
     return dtype[0] in "suf" and bits(dtype) <= 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
+    """The dtype and extents of an array."""
+
     dtype: str
     dims: tuple[int, ...]
 
@@ -51,25 +53,27 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """One line of a computation."""
+
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # one, or those of a tuple
+    shapes: tuple[Shape, ...]  # one shape, or those of a tuple
     operands: tuple[str, ...]
     attributes: str
 
     @property
     def shape(self) -> Shape:
         if self.opcode == "custom-call" and self.shapes:
-            return self.shapes[0]  # before a library's workspace
+            return self.shapes[0]  # the others are a library's workspace
         return max(self.shapes, key=lambda s: s.nbytes, default=Shape("token", ()))
 
     @functools.cached_property
     def op_name(self) -> str:
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     def called(self, *keys: str) -> list[str]:
-        """Names of the computations under these attributes."""
+        """Returns the names of the computations under these attributes."""
         names = []
         for key in keys:
             for text in re.findall(
@@ -79,24 +83,28 @@ class Instruction:
         return names
 
     def dims(self, key: str) -> tuple[int, ...]:
-        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(map(int, filter(None, found.group(1).split(",")))) if found else ()
+        match = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(map(int, filter(None, match.group(1).split(",")))) if match else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
+    """A list of instructions, the result of which is `root`."""
+
     name: str
     instructions: dict[str, Instruction]
     root: str
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {i.name: int(i.operands[0]) for i in found}
+        parameters = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {i.name: int(i.operands[0]) for i in parameters}
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
+    """A program: its computations, and the name of the first."""
+
     computations: dict[str, Computation]
     entry: str
 
@@ -107,26 +115,27 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>$]+) = ")
 
 
 def parse(text: str) -> Module:
-    computations, entry, name, found, root = {}, "", None, {}, ""
+    """Reads the text of a module."""
+    computations, entry, name, instructions, root = {}, "", None, {}, ""
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header and " = " not in line:
-            name, found, root = header.group(2), {}, ""
+            name, instructions, root = header.group(2), {}, ""
             entry = name if header.group(1) else entry
         elif line.startswith("}") and name is not None:
-            computations[name] = Computation(name, found, root)
+            computations[name] = Computation(name, instructions, root)
             name = None
         elif name is not None and (start := _INSTRUCTION.match(line)):
-            made = _instruction(start.group(2), line[start.end() :])
-            found[made.name] = made
-            root = made.name if start.group(1) else root or made.name
+            instruction = _instruction(start.group(2), line[start.end() :])
+            instructions[instruction.name] = instruction
+            root = instruction.name if start.group(1) else root or instruction.name
     if not entry:
         raise ValueError("this is not the text of an HLO module: it has no ENTRY.")
     return Module(computations, entry)
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    """From 'TYPE opcode(operands), attributes'."""
+    """Reads 'TYPE opcode(operands), attributes'."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shapes = tuple(
         Shape(dtype, tuple(int(n.strip("<=")) for n in dims.split(",") if n))
@@ -154,26 +163,28 @@ def _closing(text: str, start: int) -> int:
 
 _BODIES = ("calls", "to_apply", "body", "branch_computations", "true_computation",
            "false_computation", "called_computations")  # fmt: skip
-# Their computations combine two scalars: nothing to see.
+# The computations that these call combine two scalars, so there is nothing to visit.
 _SCALAR = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "scatter", "sort",
            "reduce-window", "select-and-scatter", "map")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A computation at work: called by an instruction in another frame."""
+    """A computation as it is called by an instruction in another frame."""
 
     computation: Computation
     caller: Instruction | None = None
     outer: "Frame | None" = None
 
     def value(self, name: str) -> "Value | None":
-        found = self.computation.instructions.get(name)
-        return None if found is None else Value(found, self)
+        instruction = self.computation.instructions.get(name)
+        return None if instruction is None else Value(instruction, self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
+    """What an instruction computes in one frame."""
+
     instruction: Instruction
     frame: Frame
 
@@ -183,19 +194,21 @@ class Value:
 
     @property
     def operands(self) -> list["Value"]:
-        found = (self.operand(i) for i in range(len(self.instruction.operands)))
-        return [v for v in found if v is not None]
+        values = (self.operand(i) for i in range(len(self.instruction.operands)))
+        return [v for v in values if v is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
+    """An instruction that runs, and how often."""
+
     value: Value
     times: int
-    op_name: str  # with the names of the calls around it
+    op_name: str  # including the names of the calls around it
 
 
 def walk(module: Module) -> Iterator[Visit]:
-    """Every instruction that runs, from the entry inwards."""
+    """Yields every instruction that runs, from the entry inwards."""
     yield from _walk(module, Frame(module.computations[module.entry]), 1, "")
 
 
@@ -214,11 +227,11 @@ def _walk(module: Module, frame: Frame, times: int, prefix: str) -> Iterator[Vis
 
 
 def trip_count(instruction: Instruction) -> int | None:
-    """How often a loop turns, where XLA has found out."""
-    found = re.search(
+    """Returns how often a loop turns, None where XLA does not know."""
+    match = re.search(
         r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', instruction.attributes
     )
-    return int(found.group(1)) if found else None
+    return int(match.group(1)) if match else None
 
 
 # --- where a value comes from -----------------------------------------------------------------
@@ -232,21 +245,22 @@ _SCALING = ("multiply", "subtract", "divide")
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """The narrowest dtype that an operand's values passed through on casts and copies
-    alone (`held`), and, if they were scaled on the way as well, before that (`stored`)."""
+    alone (`cast_from`), and, if they were scaled on the way as well, before that (`stored`)."""
 
-    held: str
+    cast_from: str
     stored: str
 
 
 def origin(module: Module, value: Value) -> Origin:
+    """Follows an operand to where its bits come from."""
     seen, end = _follow(module, value)
-    held = _narrowest(seen)
-    stored = [held]
-    if not is_low(held) and end is not None and end.instruction.opcode in _SCALING:
+    cast_from = _narrowest(seen)
+    stored = [cast_from]
+    if not is_low(cast_from) and end is not None and end.instruction.opcode in _SCALING:
         for operand in end.operands:
             inner, _ = _follow(module, operand)
             stored.append(_narrowest(inner))
-    return Origin(held, _narrowest(stored))
+    return Origin(cast_from, _narrowest(stored))
 
 
 def _narrowest(dtypes: list[str]) -> str:
@@ -255,9 +269,9 @@ def _narrowest(dtypes: list[str]) -> str:
 
 
 def _follow(module: Module, value: Value | None) -> tuple[list[str], Value | None]:
-    """(dtypes met on the way back, where casts and copies end)."""
+    """Follows casts and copies back. Returns (dtypes on the way, the value where they end)."""
     seen: list[str] = []
-    index: int | None = None  # the element of a tuple that is wanted
+    index: int | None = None  # which element of a tuple is wanted
     for _ in range(500):
         if value is None:
             break
@@ -274,8 +288,8 @@ def _follow(module: Module, value: Value | None) -> tuple[list[str], Value | Non
 def _step(module: Module, value: Value, index: int | None):
     ins, frame = value.instruction, value.frame
     if ins.opcode == "get-tuple-element":
-        found = re.search(r"\bindex=(\d+)", ins.attributes)
-        return value.operand(0), int(found.group(1)) if found else None
+        match = re.search(r"\bindex=(\d+)", ins.attributes)
+        return value.operand(0), int(match.group(1)) if match else None
     if ins.opcode == "tuple":
         return value.operand(index or 0), None
     if ins.opcode in ("fusion", "call"):
@@ -283,7 +297,7 @@ def _step(module: Module, value: Value, index: int | None):
         if called and called[0] in module.computations:
             inner = Frame(module.computations[called[0]], ins, frame)
             return inner.value(inner.computation.root), index
-    if ins.opcode == "while":  # what the loop began with
+    if ins.opcode == "while":  # go on with what the loop began with
         return value.operand(0), index
     if ins.opcode == "parameter" and frame.caller is not None:
         number = frame.computation.parameters[ins.name]
@@ -297,13 +311,15 @@ def _step(module: Module, value: Value, index: int | None):
 
 
 def flops_of_dot(ins: Instruction, lhs: Shape, contracting: Any = None) -> int:
-    """2 x every product of a dot; `contracting` where it is not among the attributes."""
+    """Counts 2 for every product of a dot. `contracting` are the summed axes, where they are
+    not among the attributes."""
     axes = ins.dims("lhs_contracting_dims") if contracting is None else contracting
     return 2 * ins.shape.size * math.prod(lhs.dims[a] for a in axes)
 
 
 def flops_of_ragged(ins: Instruction, lhs: Shape, rhs: Shape) -> int:
-    """2 x every product of a ragged dot: a row meets the matrix of its own group."""
+    """Counts 2 for every product of a ragged dot, in which a row is multiplied by the matrix
+    of its own group."""
     keys = ("rhs_contracting_dims", "rhs_batch_dims", "rhs_group_dims")
     known = {axis for key in keys for axis in ins.dims(key)}
     free = (n for axis, n in enumerate(rhs.dims) if axis not in known)
@@ -311,7 +327,7 @@ def flops_of_ragged(ins: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def flops_of_convolution(ins: Instruction, rhs: Shape) -> int:
-    """2 x every product of a convolution, zeros of its padding included."""
+    """Counts 2 for every product of a convolution, zeros of its padding included."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", ins.attributes)
     features = rhs.dims[labels.group(1).index("o")] if labels else 1
     return 2 * ins.shape.size * rhs.size // features

@@ -7,10 +7,10 @@ JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one 
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
 
     OPS                      every function that is caught, one row each
-    active(provider, ...)    a provider's handlers apply, on this thread (running.py)
-    dispatch(name, ...)      what a function of JAX's does now
-    watch(path)              calls of any function, by its dotted path
-    ancestors(x)             what an array was made from: is it a parameter?
+    active(provider, ...)    inside, a provider's handlers apply on this thread (running.py)
+    dispatch(name, ...)      what each of JAX's functions now calls
+    watch(path)              catches the function at a dotted path as well
+    ancestors(x)             the arrays that an array was cast or reshaped from
 """
 
 import contextlib
@@ -40,20 +40,20 @@ class Op(NamedTuple):
 
     path: str  # where JAX or Flax keeps it
     kind: str
-    # of a spelling of a matmul: lax.dot_general's dimension numbers, from the two ranks
+    # For another spelling of a matmul: from the two ranks to dot_general's dimension numbers.
     numbers: Callable[[int, int], Any] | None = None
 
 
 CONTRACTION = "a contraction: providers handle it under its own name"
-SPELLING = "a matmul in other words: it becomes a dot_general"
+SPELLING = "another spelling of a matmul: it becomes a dot_general"
 BEHIND_JIT = "the same behind a jit, which is left out while a model runs"
-LOOK_UP = "rows of a table"
-CAST = "where a layer casts a parameter before it multiplies"
-PARAM = "where a layer asks for a parameter"
-RULE = "a question of a kernel's"
+LOOK_UP = "takes rows of a table"
+CAST = "by which a layer casts a parameter before it multiplies"
+PARAM = "by which a layer asks for a parameter"
+RULE = "by which a kernel asks for its rule"
 
 _ROWS_BY_COLUMNS = lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ()))
-#   the name under which a provider handles it
+# The keys are the names under which providers handle these functions.
 OPS = {
     "dot_general": Op("jax.lax.dot_general", CONTRACTION),
     "einsum": Op("jax.numpy.einsum", CONTRACTION),
@@ -77,7 +77,7 @@ OPS = {
 
 
 def of_kind(*kinds: str) -> tuple[str, ...]:
-    """The names of the ops of some kinds."""
+    """Returns the names of the ops of these kinds."""
     return tuple(name for name, op in OPS.items() if op.kind in kinds)
 
 
@@ -85,9 +85,10 @@ CONTRACTIONS = of_kind(CONTRACTION)
 _NAMES = {op.path: name for name, op in OPS.items() if op.kind != BEHIND_JIT}
 _CASTS = of_kind(CAST)
 JITTED = of_kind(BEHIND_JIT)
-# a jitted function's own code, where a box is looked for: somebody may have imported it
+# The functions inside those jits are caught too, because somebody may have imported the jitted
+# function before it was replaced: then boxes among its arguments are seen here.
 _BEHIND_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
-# functions that move an array's values and compute nothing: a box goes through them
+# These move an array's values and compute nothing, so they work on boxes as well.
 RESHAPES = ("reshape", "squeeze", "expand_dims", "ravel")
 COPIES = ((jnp, "astype"), (jnp, "copy"), (jnp, "array"), (lax, "convert_element_type"))
 
@@ -98,15 +99,15 @@ _install_lock = threading.Lock()
 def active(
     provider: Any, handlers: dict[str, Callable], model: Any = None
 ) -> contextlib.AbstractContextManager:
-    """A provider's handlers apply inside, in a call of `model`."""
+    """Makes a provider's handlers apply inside, in a call of `model`."""
     install()
     entry = trace_of(lax.full((), 0.0))
     return running.active(running.Call(provider, handlers, model, entry))
 
 
 def current_module() -> Any:
-    """The innermost module whose method is running: of a quantized model, else the Linen
-    module that calls a provider itself. Private: Flax's stack of bound modules."""
+    """Returns the innermost module whose method is running, of a quantized model, or else the
+    Linen module that calls a provider itself. Flax's stack of bound modules is private."""
     module = running.entered_module()
     if module is None:
         module = nn.module._context.module_stack[-1]
@@ -118,7 +119,7 @@ def current_module() -> Any:
 
 
 def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
-    """What JAX's function `name` does now."""
+    """Does what JAX's function `name` does now: asks providers first, if a model runs."""
     if not here.active or here.engine or here.closed:
         return _originals[name](*args, **kwargs)
     if name in ("lax_dot", "tensordot") and running.any_enabled():
@@ -139,7 +140,7 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _product_of_boxes(name: str, args: tuple, kwargs: dict) -> Any:
-    """A spelling of a matmul of boxes, which JAX's own function would refuse."""
+    """Multiplies boxes, which the function of JAX's called `name` would refuse."""
     spelled = _as_dot_general(name, *args, **kwargs)
     if spelled is None:
         return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
@@ -151,7 +152,7 @@ def _is_boxed(x: Any) -> bool:
 
 
 def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
-    """A spelling of a matmul as lax.dot_general's arguments; None if JAX should see to it."""
+    """Translates a call to lax.dot_general's arguments, or returns None to leave it to JAX."""
     if name == "tensordot":
         numbers = _tensordot_numbers(a, b, *rest, axes=options.pop("axes", None))
         return None if numbers is None else ((a, b, numbers), options)
@@ -162,7 +163,7 @@ def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
     if a.ndim == 0 or b.ndim == 0 or rest:
         return None
     numbers = OPS[name].numbers
-    assert numbers is not None  # tensordot's are found above
+    assert numbers is not None  # only tensordot has none, and it returned above
     return (a, b, numbers(a.ndim, b.ndim)), options
 
 
@@ -186,20 +187,20 @@ def install() -> None:
         if _originals:
             return
         plain = [n for n, op in OPS.items() if op.kind not in (BEHIND_JIT, RULE)]
-        found = {name: _swap_code(name, _function(name)) for name in plain}
+        originals = {name: _swap_code(name, _function(name)) for name in plain}
         for name, spelling in _BEHIND_JIT.items():
-            found[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
+            originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
         pl.pallas_call = _opaque(pl.pallas_call)
         if hasattr(pl, "kernel"):
             pl.kernel = _opaque(pl.kernel)
-        _originals.update(found)
+        _originals.update(originals)
 
 
 def swapped(name: str, fn: Any) -> Callable[[], None]:
-    """`_swap_code` for a while: returns what puts the function back."""
+    """Changes a function as `_swap_code` does, and returns what changes it back."""
     original = _originals[name] = _swap_code(name, fn)
 
     def undo() -> None:
@@ -212,9 +213,9 @@ def swapped(name: str, fn: Any) -> Callable[[], None]:
 
 
 def watch(path: str) -> str:
-    """The name under which calls of the function at a dotted path reach handlers."""
+    """Catches the function at a dotted path, and returns the name that its handlers have."""
     name = _NAMES.get(path, path)
-    if "." not in name:  # one of ours
+    if "." not in name:  # a function of the table, which is caught already
         return name
     install()
     with _install_lock:
@@ -224,26 +225,26 @@ def watch(path: str) -> str:
         fn = getattr(parent, attribute)
         if isinstance(fn, types.FunctionType) and not fn.__closure__:
             _originals[name] = _swap_code(name, fn)
-        else:  # what jit made, say: an alias of it is not caught
+        else:  # an object that jit made, for instance, aliases of which are not caught
             _originals[name] = fn
             setattr(parent, attribute, _dispatching(name, fn))
     return name
 
 
 def resolve(path: str) -> tuple[Any, str]:
-    """("jax.numpy.sin") -> (the module jax.numpy, "sin")."""
+    """Splits "jax.numpy.sin" into the module jax.numpy and the name "sin"."""
     root, *parts = path.split(".")
     if root not in sys.modules or not parts:
         raise AttributeError(f"there is no function {path!r}: {root} is not imported.")
-    found = sys.modules[root]
+    owner = sys.modules[root]
     for part in parts[:-1]:
-        found = getattr(found, part)
-    getattr(found, parts[-1])
-    return found, parts[-1]
+        owner = getattr(owner, part)
+    getattr(owner, parts[-1])
+    return owner, parts[-1]
 
 
 def _function(name: str) -> Any:
-    """JAX's or Flax's own function for an op of the table."""
+    """Returns the function of JAX or Flax for an op of the table."""
     return getattr(*resolve(OPS[name].path))
 
 
@@ -256,7 +257,7 @@ def _dispatching(name: str, fn: Any) -> Callable:
 
 
 def _swap_code(name: str, fn: Any) -> Callable:
-    """Gives a plain function code that dispatches; returns what it was."""
+    """Gives a plain function code that dispatches, and returns a function with the old code."""
     original = types.FunctionType(
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
@@ -289,7 +290,7 @@ def _without_jit(jitted: Any) -> Callable:
 
 
 def _with_methods_of(fn: Any, wrapper: Callable) -> Callable:
-    """`wrapper` with what `fn` has beyond a plain function: lower, trace, eval_shape ..."""
+    """Gives `wrapper` what `fn` has beyond a plain function: lower, trace, eval_shape ..."""
     for name in set(dir(fn)) - set(dir(wrapper)):
         if not name.startswith("__"):
             setattr(wrapper, name, getattr(fn, name))
@@ -297,15 +298,15 @@ def _with_methods_of(fn: Any, wrapper: Callable) -> Callable:
 
 
 def array_classes() -> tuple[type, type]:
-    """Of concrete arrays and of tracers. Private: the former has no public name."""
+    """Returns the classes of concrete arrays and of tracers. The former is private in JAX."""
     from jax._src.array import ArrayImpl
 
     return ArrayImpl, jax.core.Tracer
 
 
 def _catch_operators() -> None:
-    """`x @ w` does not look jnp.matmul up, so the operator of arrays and of tracers is
-    replaced as well."""
+    """Replaces the operators and methods of arrays and tracers, because `x @ w` does not look
+    up jnp.matmul."""
     for cls in array_classes():
         for name in ("__matmul__", "__rmatmul__"):
             setattr(cls, name, _operator(name, getattr(cls, name)))
@@ -313,7 +314,7 @@ def _catch_operators() -> None:
         cls.__getitem__ = _indexing(cls.__getitem__)
 
     concrete, _ = array_classes()
-    # A jit trace records these; of concrete arrays nothing else does.
+    # A trace records these calls. For concrete arrays only we do.
     for name in ("astype", "reshape"):
         setattr(concrete, name, _noting(getattr(concrete, name)))
     for name in ("transpose", "swapaxes"):
@@ -341,7 +342,7 @@ def _catch_operators() -> None:
 
 
 def _noting(original: Callable, turn: Callable | None = None) -> Callable:
-    """Notes what comes of `original`; `turn` does to numpy's arrays what it does."""
+    """Makes `original` note what its result was made from; `turn` is NumPy's version of it."""
 
     @functools.wraps(original)
     def wrapper(a, *args, **kwargs):
@@ -357,8 +358,8 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
 
 
 def _opening(original: Callable) -> Callable:
-    """`original`, of a box or an array, where a trace does not follow it either: the shape
-    a box is stored in could be the one before or after."""
+    """Makes `original` work on boxes. It notes nothing, for a trace does not follow these
+    functions either: the shape of a stored weight could be the one before or after."""
 
     @functools.wraps(original)
     def wrapper(a, *args, **kwargs):
@@ -370,7 +371,7 @@ def _opening(original: Callable) -> Callable:
 
 
 def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> Any:
-    """What jnp.transpose and the like make of a box: the same codes, arranged otherwise."""
+    """Does to a box what jnp.transpose and the like do: it rearranges the same codes."""
     if turn is not None:
         return box.transpose(_axes_of(turn, box.ndim, args, kwargs))
     if name in ("astype", "convert_element_type"):
@@ -386,7 +387,7 @@ def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> A
 
 
 def _axes_of(turn: Callable, ndim: int, args: tuple, kwargs: dict) -> tuple[int, ...]:
-    """The axes in the order in which `turn` puts those of NumPy's arrays."""
+    """Returns the order in which `turn` puts the axes of a NumPy array."""
     marked = np.broadcast_to(0, range(2, 2 + ndim))  # axis i has extent i + 2
     return tuple(n - 2 for n in turn(marked, *args, **kwargs).shape)
 
@@ -403,12 +404,12 @@ def _operator(name: str, original: Callable) -> Callable:
 
 
 def _dot_method(self, b, **options):
-    """`x.dot(w)`, which does not look jnp.dot up either."""
+    """Replaces `x.dot(w)`, which does not look up jnp.dot either."""
     return jnp.dot(self, b, **options)
 
 
 def _indexing(original: Callable) -> Callable:
-    """`table[ids]`: a look-up in other words."""
+    """Makes `table[ids]` reach providers as a look-up."""
 
     @functools.wraps(original)
     def wrapper(self, index):
@@ -425,7 +426,7 @@ def _indexing(original: Callable) -> Callable:
 
 
 def row_indices(index: Any) -> Any:
-    """An array of indices that stands alone, or None."""
+    """Returns the array of indices if `index` is just one, else None."""
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     is_ids = hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)
@@ -433,7 +434,7 @@ def row_indices(index: Any) -> Any:
 
 
 def _opaque(make: Callable) -> Callable:
-    """A kernel maker whose kernels are never touched, now or when they run later."""
+    """Makes a maker of kernels whose kernels are never intercepted, now or when they run."""
     untouched = running.disable_interceptions(make)
 
     @functools.wraps(make)
@@ -448,16 +449,16 @@ def _opaque(make: Callable) -> Callable:
 
 
 def ancestors(x: Any) -> Iterator[Any]:
-    """`x`, and what it was made from by functions of one argument (casts, reshapes,
+    """Yields `x`, and what it was made from by functions of one argument (casts, reshapes,
     transposes, sharding constraints)."""
     return (array for array, _ in turned_ancestors(x))
 
 
 def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-    """(ancestor, axes): axis i of `x` is axis axes[i] of what the layer reshaped the
-    ancestor to, if it did; None where transposes and reshapes mix. Private: a tracer's
-    `parent` is how jit records its equations, `primal` and `val` are what grad and vmap
-    wrap."""
+    """Yields (ancestor, axes). Axis i of `x` is axis axes[i] of what the layer reshaped the
+    ancestor to, if it did; axes is None where transposes and reshapes mix. JAX's private
+    attributes are: `parent`, by which jit records equations, and `primal` and `val`, which
+    grad and vmap wrap."""
     axes, is_reshaped = tuple(range(getattr(x, "ndim", 0))), False
     while x is not None:
         x = unwrap(x)
@@ -486,7 +487,7 @@ def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
             is_reshaped = True
 
 
-# Primitives whose result is their operand: cast, reshaped, or laid out otherwise.
+# The result of these primitives is their operand, cast, reshaped or laid out otherwise.
 MOVES = (
     "convert_element_type", "reshape", "copy", "name", "stop_gradient",
     "optimization_barrier", "sharding_constraint", "device_put",
@@ -495,7 +496,7 @@ MOVES = (
 
 
 def sources(x: Any) -> Iterator[Any]:
-    """`x`, and what it was computed from by functions of one argument, whatever they do."""
+    """Yields `x`, and what it was computed from by functions of one argument of any kind."""
     while x is not None:
         yield (x := unwrap(x))
         parent = getattr(x, "parent", None)
@@ -507,33 +508,33 @@ def sources(x: Any) -> Iterator[Any]:
 
 
 def _turns(primitive: str, params: dict[str, Any]) -> list | None:
-    """The permutations among what an equation does to its one operand, which it moves but
-    does not change; None of one that computes something."""
+    """Returns the permutations that an equation applies to its one operand, or None if it
+    computes something instead of moving it."""
     if primitive == "transpose":
         return [params["permutation"]]
     if primitive in ("jit", "pjit"):
         jaxpr = params["jaxpr"].jaxpr
         if len(jaxpr.outvars) != 1:
             return None
-        found = [
+        inner = [
             _turns(e.primitive.name, e.params) if len(e.invars) == 1 else None
             for e in jaxpr.eqns
         ]
-        known = [turns for turns in found if turns is not None]
+        known = [turns for turns in inner if turns is not None]
         return (
-            [t for turns in known for t in turns] if len(known) == len(found) else None
+            [t for turns in known for t in turns] if len(known) == len(inner) else None
         )
     return [] if primitive in MOVES else None
 
 
 @functools.cache
 def _has(kind: type, name: str) -> bool:
-    """Whether a class has an attribute; asking its tracers would take longer."""
+    """Whether a class has an attribute. To ask each of its tracers would take longer."""
     return hasattr(kind, name)
 
 
 def unwrap(x: Any) -> Any:
-    """The value below the wrappings of grad and vmap."""
+    """Returns the value that the tracers of grad and vmap wrap."""
     while (wrapped := _wrapped_in(type(x))) is not None:
         x = getattr(x, wrapped)
     return x
@@ -541,8 +542,8 @@ def unwrap(x: Any) -> Any:
 
 @functools.cache
 def _wrapped_in(kind: type) -> str | None:
-    """The attribute of a tracer of grad or vmap that holds the value it wraps. Asked of the
-    class, for a tracer without the attribute takes its time to say so."""
+    """Returns the attribute in which tracers of this class (of grad or vmap) keep the value
+    that they wrap. A tracer without the attribute would take its time to say so."""
     if not issubclass(kind, jax.core.Tracer):
         return None
     if hasattr(kind, "primal"):
@@ -551,7 +552,7 @@ def _wrapped_in(kind: type) -> str | None:
 
 
 def trace_of(x: Any) -> Any:
-    """The trace a tracer belongs to. Private: nothing public tells two traces apart."""
+    """Returns the trace of a tracer. It is private, but nothing public tells traces apart."""
     return getattr(unwrap(x), "_trace", None)
 
 

@@ -2,12 +2,12 @@
 
 `walk` goes into jit, scan, remat, cond, while, shard_map and custom derivatives, and
 yields the equations that matter here with the product of all trip counts around them.
-What vmap did is in their shapes already. Two bodies have no count of their own: a while
-loop's, which is taken to run once, and a branch's, of which only one runs; both say so.
+What vmap did is in their shapes already. Two bodies have no count: that of a while loop
+counts once, and every branch counts though only one runs; a note says so.
 
-The scopes that a witness opened (ops/witness.py) are found again in the equations' name
-stacks. A jitted function that is called twice is traced once, so a stack is only what was
-opened inside of the innermost trace: the stacks of the calls around it stand before it.
+The scopes that a witness opened (ops/witness.py) are in the equations' name stacks. A jitted
+function that is called twice is traced once, so a stack has only what was opened inside of
+the innermost trace, and `walk` puts the stacks of the calls around it before it.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ BRANCH = "in a branch, counted as if taken"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Equation:
     """An equation, the witness's scopes around it, and how often it runs."""
 
     eqn: Any
@@ -69,13 +69,13 @@ class Found:
 
 def walk(
     jaxpr: Any, scopes: tuple[int, ...] = (), times: int = 1, note: str = ""
-) -> Iterator[Found]:
-    """The contractions, kernels, lookups and marks of a jaxpr and all inside it."""
+) -> Iterator[Equation]:
+    """Yields the contractions, kernels, lookups and marks of a jaxpr and all inside it."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         here = scopes + _scopes(str(eqn.source_info.name_stack))
         if name in (*CONTRACTIONS, *OPAQUE, LOOKUP, MARK):
-            yield Found(eqn, here, times, note)
+            yield Equation(eqn, here, times, note)
             continue
         for body, count, why in _bodies(eqn):
             yield from walk(body, here, times * count, why or note)
@@ -108,7 +108,7 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, int, str]]:
 
 
 def kernel_name(eqn: Any) -> str:
-    """What an opaque call is known by."""
+    """Returns the name that an opaque call is known by."""
     for key in ("name", "target_name", "call_target_name"):
         if eqn.params.get(key):
             return str(eqn.params[key])
@@ -121,11 +121,13 @@ Sized = tuple[tuple[int, ...], int]  # an array's shape, and the bits of an elem
 
 
 def may_multiply(operands: Sequence[Sized], results: Sequence[Sized]) -> bool:
-    """Whether a kernel can be a matmul: two operands are matrices that have an extent in
-    common. One that quantizes may look so too, for its scales; but it gives each element
-    of its largest operand back in fewer bits, at most eight."""
+    """Whether a kernel can be a matmul: two of its operands are matrices that have an extent
+    in common. A kernel that quantizes may have such operands too, because of its scales, but
+    it returns as many elements as its largest operand has, in fewer bits, at most eight."""
     shape, bits = max(operands, key=lambda a: math.prod(a[0]), default=((), 0))
-    codes = (math.prod(made) for made, width in results if width <= min(8, bits - 1))
+    codes = (
+        math.prod(result) for result, width in results if width <= min(8, bits - 1)
+    )
     if math.prod(shape) in codes:
         return False
     matrices = [{n for n in shape if n > 1} for shape, _ in operands if len(shape) > 1]
@@ -148,7 +150,7 @@ def _conv(eqn: Any) -> int:
 
 
 def _ragged(eqn: Any) -> int:
-    """A row meets the matrix of its own group: groups cost nothing."""
+    """Counts products; a row is multiplied by the matrix of its own group only."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, rhs_sum), (_, rhs_batch) = numbers.dot_dimension_numbers
     known = (*rhs_sum, *rhs_batch, *numbers.rhs_group_dimensions)

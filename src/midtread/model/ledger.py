@@ -1,7 +1,7 @@
-"""Ledger: what a witness was told and what the jaxpr holds, put together as rows.
+"""Ledger: what a witness has seen and what the jaxpr has, put together as rows.
 
-`Witness` numbers every module, op and contraction it is told of and marks the equations
-with the numbers; `Ledger` finds them again in the jaxpr. See model/explain.py.
+`Witness` numbers every module, op and contraction that runs, and marks the equations with
+the numbers; `Ledger` finds the marks in the jaxpr. See model/explain.py.
 """
 
 import contextlib
@@ -52,16 +52,16 @@ class _Contraction:
 
 
 class Witness:
-    """Numbers what it is told of, and marks the equations with the numbers."""
+    """Numbers what runs, and marks the equations with the numbers (ops/witness.py)."""
 
     def __init__(self):
-        self.told: list[Any] = []  # a path, an _Op or a _Contraction each
+        self.entries: list[Any] = []  # each is a path, an _Op or a _Contraction
         self.known: dict[int, str] = {}  # id of codes -> the parameter they are
         self._op: _Op | None = None
 
     def _scope(self, entry: Any) -> contextlib.AbstractContextManager:
-        self.told.append(entry)
-        return jax.named_scope(f"{PREFIX}{len(self.told) - 1}")
+        self.entries.append(entry)
+        return jax.named_scope(f"{PREFIX}{len(self.entries) - 1}")
 
     def inside(self, path: str) -> contextlib.AbstractContextManager:
         return self._scope(path)
@@ -69,8 +69,8 @@ class Witness:
     def handle(self, name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
         if name not in (*intercept.CONTRACTIONS, LOOKUP):
             return handler(*args, **kwargs)
-        found = [_weight_of(a, self.known) for a in args if hasattr(a, "shape")]
-        op = _Op(name, [w for w in found if w])
+        weights = [_weight_of(a, self.known) for a in args if hasattr(a, "shape")]
+        op = _Op(name, [w for w in weights if w])
         before, self._op = self._op, op
         try:
             with self._scope(op):
@@ -86,14 +86,14 @@ class Witness:
         weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)
         entry = _Contraction(self._op, c, recipe, (lhs, rhs), weights)
         with self._scope(entry):
-            number = len(self.told) - 1
+            number = len(self.entries) - 1
             out = run()
         entry.out = jax.typeof(out)
         return checkpoint_name(out, f"{PREFIX}{number}")
 
 
 def _weight_of(x: Any, known: dict[int, str]) -> str | None:
-    """The name of the parameter that an operand is."""
+    """Returns the name of the parameter that an operand is, or None."""
     if isinstance(x, QArray) and id(x.qvalue) in known:
         return known[id(x.qvalue)]
     try:
@@ -103,18 +103,18 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = flaxlib.unbox(x)
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
-        found = find_param(module, x) if hasattr(x, "dtype") else None
-        return found and re.sub(r"(~\d+|\[i\])$", "", found)
+        name = find_param(module, x) if hasattr(x, "dtype") else None
+        return name and re.sub(r"(~\d+|\[i\])$", "", name)
     boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
-    held = {}
+    quantized = {}
     for name, param in {**flaxlib.params_of(module), **boxes}.items():
         param = flaxlib.unbox(param)
         param = param.array if isinstance(param, WithAux) else param
         if isinstance(param, QArray):
-            held[name] = param
-    same = [k for k, q in held.items() if q.qvalue is x.qvalue]
-    alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
-    return (same or alike or list(held) or [None])[0]
+            quantized[name] = param
+    same = [k for k, q in quantized.items() if q.qvalue is x.qvalue]
+    alike = [k for k, q in quantized.items() if sorted(q.shape) == sorted(x.shape)]
+    return (same or alike or list(quantized) or [None])[0]
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -125,23 +125,25 @@ def _sized(variables: Any) -> list[jaxprs.Sized]:
 
 
 class Ledger:
-    """Turns what was told and what the jaxpr holds into rows."""
+    """Turns what a witness has seen and what the jaxpr has into rows."""
 
     def __init__(self, provider, seen: Witness, params: dict[str, Param], on=()):
-        """`on`: the device whose kernels are to be told, in a tuple; () for no kernels."""
+        """`on` is a tuple of the device whose kernels rows should name; () for no kernels."""
         self.on = on
         self.rules = provider._rules
         self.provider = type(provider).__name__
-        self.factors = getattr(provider, "_factors", {})  # of LoRA, by weight
-        self.told, self.params = seen.told, params
-        self.contracted = {id(x.op) for x in self.told if isinstance(x, _Contraction)}
+        self.factors = getattr(provider, "_factors", {})  # LoRA's factors, by weight
+        self.entries, self.params = seen.entries, params
+        self.contracted = {
+            id(x.op) for x in self.entries if isinstance(x, _Contraction)
+        }
 
     def coverage(self, jaxpr: Any) -> Coverage:
-        # What has no scope ran before the model did: it was being prepared.
-        found = [f for f in jaxprs.walk(jaxpr) if f.scopes]
-        runs = self._runs_as(found)
+        # Equations without a scope ran before the model did, while it was prepared.
+        equations = [f for f in jaxprs.walk(jaxpr) if f.scopes]
+        runs = self._runs_as(equations)
         rows: dict[Any, Row] = {}
-        for f in found:
+        for f in equations:
             row = self._row(f, runs)
             if row is not None:
                 key = dataclasses.replace(row, times=0, flops=0, bytes=0)
@@ -149,20 +151,20 @@ class Ledger:
         unused = self._unused(list(rows.values()))
         return Coverage((*rows.values(), *unused), self.params)
 
-    def _last(self, f: jaxprs.Found, kind: type) -> tuple[Any, Any]:
+    def _last(self, f: jaxprs.Equation, kind: type) -> tuple[Any, Any]:
         for number in reversed(f.scopes):
-            if isinstance(self.told[number], kind):
-                return number, self.told[number]
+            if isinstance(self.entries[number], kind):
+                return number, self.entries[number]
         return None, None
 
-    def _path(self, f: jaxprs.Found) -> str:
+    def _path(self, f: jaxprs.Equation) -> str:
         return self._last(f, str)[1] or ""
 
-    def _runs_as(self, found: list[jaxprs.Found]) -> dict[int, str]:
-        """For every contraction of the engine the dtypes of most of its products."""
-        most: dict[int, jaxprs.Found] = {}
+    def _runs_as(self, equations: list[jaxprs.Equation]) -> dict[int, str]:
+        """Returns, for every contraction of the engine, the dtypes of most of its products."""
+        most: dict[int, jaxprs.Equation] = {}
         runs: dict[int, str] = {}
-        for f in found:
+        for f in equations:
             number, entry = self._last(f, _Contraction)
             if entry is None:
                 continue
@@ -175,12 +177,12 @@ class Ledger:
             runs.setdefault(number, operands.multiplied(f))
         return runs
 
-    def _row(self, f: jaxprs.Found, runs: dict[int, str]) -> Row | None:
+    def _row(self, f: jaxprs.Equation, runs: dict[int, str]) -> Row | None:
         if f.name == jaxprs.MARK:
             if not f.eqn.params["name"].startswith(PREFIX):
                 return None
             number = int(f.eqn.params["name"].removeprefix(PREFIX))
-            return self._engine_row(f, self.told[number], runs.get(number, ""))
+            return self._engine_row(f, self.entries[number], runs.get(number, ""))
         if self._last(f, _Contraction)[1] is not None:
             return None
         if f.name in jaxprs.OPAQUE:
@@ -188,14 +190,14 @@ class Ledger:
         return self._lookup_row(f) if f.name == jaxprs.LOOKUP else self._plain_row(f)
 
     def _weight(self, path: str, name: str | None) -> tuple[str, int]:
-        """(full name, bytes in the float model)."""
+        """Returns (full name, bytes in the float model)."""
         if name is None:
             return "", 0
         full = name if name in self.params else f"{path}/{name}".lstrip("/")
         param = self.params.get(full)
         return (full, param.nbytes) if param else (full, 0)
 
-    def _engine_row(self, f: jaxprs.Found, entry: _Contraction, runs: str) -> Row:
+    def _engine_row(self, f: jaxprs.Equation, entry: _Contraction, runs: str) -> Row:
         path, (lhs, rhs) = self._path(f), entry.operands
         times = f.times * math.prod(f.out.shape) // max(math.prod(entry.out.shape), 1)
         c, recipe, tiled = entry.c, entry.recipe or Recipe(), self._tiles(entry.op)
@@ -242,11 +244,11 @@ class Ledger:
 
     def _kernels(self, entry: _Contraction) -> tuple[Kernel, ...]:
         trains = self._trains(entry.op)
-        found = [
+        choices = [
             kernels_of(entry.c, entry.recipe, entry.operands, trains, device)
             for device in self.on
         ]
-        return found[0] if found else ()
+        return choices[0] if choices else ()
 
     def _rule(self, op: _Op | None) -> Any:
         return None if op is None or op.rule is None else self.rules[op.rule]
@@ -256,8 +258,8 @@ class Ledger:
         return rule is None or hasattr(rule, "bwd_qtype")
 
     def _tiles(self, op: _Op | None) -> bool:
-        """Whether the rule of an op tiles weights: of codes whose tile is the whole axis
-        the scale does not say so."""
+        """Whether the rule of an op tiles weights. The scale of codes does not say so if their
+        tile is the whole axis."""
         rule = self._rule(op)
         weight = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         return weight is not None and bool(weight.tiles)
@@ -274,7 +276,7 @@ class Ledger:
             return f"rule {op.rule} quantizes weights, and neither operand is one"
         return f"rule {op.rule} matches, but asks for neither operand"
 
-    def _plain_row(self, f: jaxprs.Found) -> Row:
+    def _plain_row(self, f: jaxprs.Equation) -> Row:
         _, op = self._last(f, _Op)
         path, runs = self._path(f), operands.multiplied(f)
         op = op or _Op(f.name, [])
@@ -300,10 +302,10 @@ class Ledger:
         adapter = self._adapter(f, op, weight)
         return self._adapter_row(row, adapter) if adapter else row
 
-    def _adapter(self, f: jaxprs.Found, op: _Op, weight: str) -> str:
-        """'_lora_a' or '_lora_b' if that is multiplied here beside a weight, else ''. A sum
-        over the rank is B's; of the others the weight's own is the engine's, or, left in
-        float, has no operand of A's shape."""
+    def _adapter(self, f: jaxprs.Equation, op: _Op, weight: str) -> str:
+        """Returns '_lora_a' or '_lora_b' if that is multiplied here beside a weight, else ''.
+        A sum over the rank is B's. Of the other products the weight's own is the engine's, or,
+        if it is left in float, has no operand of A's shape."""
         rule, factors = self._rule(op), self.factors.get(weight)
         is_apart = id(op) in self.contracted
         if not hasattr(rule, "rank") or not (is_apart or factors):
@@ -316,7 +318,7 @@ class Ledger:
         return ADAPTERS[0] if any(s[-len(a) :] == a for s in f.shapes) else ""
 
     def _adapter_row(self, row: Row, adapter: str) -> Row:
-        """A row of A or B, which are in the weight's dtype, and in as many layers."""
+        """Makes a row of A or B, which have the weight's dtype and as many layers."""
         factors, nbytes = self.factors.get(row.weight), 0
         if factors:
             axes = factors.a if adapter == ADAPTERS[0] else factors.b
@@ -340,7 +342,7 @@ class Ledger:
             return f"rule {op.rule} leaves it alone"
         return f"rule {op.rule} matches, but {self.provider} ran it in its own way"
 
-    def _opaque_row(self, f: jaxprs.Found) -> Row:
+    def _opaque_row(self, f: jaxprs.Equation) -> Row:
         name = jaxprs.kernel_name(f.eqn)
         shapes = tuple(tuple(v.aval.shape) for v in f.eqn.invars[:2])
         return Row(
@@ -353,15 +355,15 @@ class Ledger:
             is_opaque=True,
         )
 
-    def _lookup_row(self, f: jaxprs.Found) -> Row | None:
-        """A row for a table of the model that is looked up; other gathers are no news."""
+    def _lookup_row(self, f: jaxprs.Equation) -> Row | None:
+        """Makes a row for a table of the model that is looked up, and none for other gathers."""
         path, shape = self._path(f), f.shapes[0]
         weight = self._table(path, shape)
         _, op = self._last(f, _Op)
-        is_told = op is not None and op.name == LOOKUP
-        if not weight or (is_told and not op.weights):  # another array of that shape
+        is_look_up = op is not None and op.name == LOOKUP
+        if not weight or (is_look_up and not op.weights):  # another array of that shape
             return None
-        op = op if is_told else _Op("gather", [])
+        op = op if is_look_up else _Op("gather", [])
         rule = self._rule(op)
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         low = None if spec is None else spec.format.name
@@ -380,7 +382,7 @@ class Ledger:
         )
 
     def _table(self, path: str, shape: tuple[int, ...]) -> str:
-        """The parameter of a module, or of a layer of stacked ones, with this shape."""
+        """Names the parameter of a module, or of a stack of layers, that has this shape."""
         prefix = f"{path}/" if path else ""
         for name, param in self.params.items():
             here = name.startswith(prefix) and "/" not in name[len(prefix) :]
@@ -389,7 +391,8 @@ class Ledger:
         return ""
 
     def _unused(self, rows: list[Row]) -> list[Row]:
-        """Large parameters that meet no contraction; the totals count the small ones."""
+        """Makes rows for large parameters that no contraction multiplies; the totals count the
+        small ones."""
         used = {row.weight for row in rows}
         left = {k: p for k, p in self.params.items() if k not in used}
         total = sum(p.nbytes for p in self.params.values())
@@ -398,10 +401,10 @@ class Ledger:
             for k, p in left.items()
             if 100 * p.nbytes >= total and len(p.shape) > 1
         }
-        made = []
+        rows_of_unused = []
         for name, param in large.items():
             path, _, short = name.rpartition("/")
-            made.append(
+            rows_of_unused.append(
                 Row(
                     path=path,
                     op="-",
@@ -411,7 +414,7 @@ class Ledger:
                     reason=f"no contraction has {short} as an operand of its own",
                 )
             )
-        return made
+        return rows_of_unused
 
 
 def _flops(entry: _Contraction) -> int:
@@ -420,5 +423,5 @@ def _flops(entry: _Contraction) -> int:
         features = rhs.shape[c.numbers.rhs_spec[0]]
         return 2 * math.prod(entry.out.shape) * math.prod(rhs.shape) // features
     extents = dict(zip((*c.lhs, *c.rhs), (*lhs.shape, *rhs.shape)))
-    extents.pop(getattr(c, "group", None), None)  # a row meets one group
+    extents.pop(getattr(c, "group", None), None)  # a row is multiplied by one group
     return 2 * math.prod(extents.values())

@@ -6,8 +6,8 @@ mistake, weights may be gathered in bfloat16 before they are quantized. All of i
 read in the optimised HLO. For every contraction there:
 
     ran       the dtypes that are multiplied
-    asked     the dtypes of the same op before optimisation, found by its name
-    held      the narrowest dtype its operands were cast from
+    asked     the dtypes of the same op, known by its name, before optimisation
+    cast_from the narrowest dtype its operands were cast from
     stored    the same, if they were scaled on the way too (dequantized)
 
 and these give the verdict:
@@ -43,7 +43,7 @@ SHORT = {
 }  # fmt: skip
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all",
                "collective-permute", "collective-broadcast", "ragged-all-to-all")  # fmt: skip
-# targets of custom calls that contract -> what they are
+# The targets of custom calls that contract, and what these are.
 CALLS = {
     r"__cublas\$lt\$matmul\$f8": "gemm",
     r"__cublas\$|__cublaslt|__onednn\$matmul": "gemm",
@@ -64,7 +64,7 @@ class Executed:
     kind: str  # dot, convolution, gemm or kernel
     ran: tuple[str, str]
     asked: tuple[str, str] | None
-    held: tuple[str, str]
+    cast_from: tuple[str, str]
     stored: tuple[str, str]
     out: str
     shapes: tuple[tuple[int, ...], ...]
@@ -82,7 +82,7 @@ class Executed:
             return "low"
         if low(self.asked):
             return "widened"
-        if low(self.held):
+        if low(self.cast_from):
             return "upcast"
         return "dequantized" if any(map(is_low, self.stored)) else "wide"
 
@@ -97,23 +97,24 @@ class Collective:
 
     name: str
     kind: str
-    dtype: str  # of what is sent
-    held: str  # the narrowest dtype it was cast from
+    dtype: str  # the dtype of what is sent
+    cast_from: str  # the narrowest dtype it was cast from
     dims: tuple[int, ...]
     times: int
-    nbytes: int  # of the result, all times together
+    nbytes: int  # the bytes of the result, all times together
 
     @property
     def is_wide(self) -> bool:
-        """A gather in 16 bits or more: what is reduced must be wide, what is copied not."""
+        """Whether it copies in 16 bits or more. What is reduced has to be wide, and does not
+        count."""
         return self.kind in ("all-gather", "all-to-all", "ragged-all-to-all") and (
-            self.held[0] in "fb" and hlo.bits(self.held) >= 16
+            self.cast_from[0] in "fb" and hlo.bits(self.cast_from) >= 16
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What was compiled; `print` it."""
+    """The contractions and collectives of a compiled program, to be printed."""
 
     contractions: tuple[Executed, ...]
     collectives: tuple[Collective, ...]
@@ -123,7 +124,7 @@ class Proof:
         return sum(e.flops for e in self.contractions)
 
     def flops_share(self, *verdicts: str) -> float:
-        """The share of FLOPs with one of these verdicts; low and kernel if none is given."""
+        """Returns the share of FLOPs with one of these verdicts; low and kernel by default."""
         wanted = verdicts or ("low", "kernel")
         _check_verdicts(wanted)
         low = sum(e.flops for e in self.contractions if e.verdict in wanted)
@@ -135,7 +136,8 @@ class Proof:
 
     @property
     def flagged(self) -> tuple[Executed | Collective, ...]:
-        """What fell back: widened and upcast contractions, gathers of wide floats."""
+        """What fell back to more bits: widened and upcast contractions, and gathers of wide
+        floats."""
         bad = [e for e in self.contractions if e.verdict in ("widened", "upcast")]
         return (*bad, *(c for c in self.collectives if c.is_wide))
 
@@ -157,7 +159,7 @@ class Proof:
         ]
         for c in self.collectives:
             array = f"[{','.join(map(str, c.dims))}]"
-            source = "" if c.held == c.dtype else _short(c.held)
+            source = "" if c.cast_from == c.dtype else _short(c.cast_from)
             sent.append(
                 [
                     c.name, c.kind, array, _short(c.dtype), source, str(c.times),
@@ -206,7 +208,7 @@ def prove(jitted: Any, *args: Any, **kwargs: Any) -> Proof:
     'low'
 
     Args:
-        jitted: what jax.jit gave.
+        jitted: a function that jax.jit returned.
         args, kwargs: what it would be called with.
 
     Returns:
@@ -230,7 +232,7 @@ def assert_quantized(
     max_wide_gather_bytes: int | None = None,
     **kwargs: Any,
 ) -> Proof:
-    """`prove`, and an AssertionError unless enough of the program runs in low bits.
+    """Raises an AssertionError unless enough of the compiled program runs in low bits.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((64, 64), jnp.int8)
@@ -239,7 +241,7 @@ def assert_quantized(
     1
 
     Args:
-        jitted: what jax.jit gave.
+        jitted: a function that jax.jit returned.
         args, kwargs: what it would be called with.
         min_flops: the share of FLOPs that must have one of the verdicts in `accept`.
         accept: verdicts that count as quantized. On a backend without fp8 matmuls, such as
@@ -279,7 +281,8 @@ def assert_quantized(
             f"{human(proof.wide_gather_bytes, 'B')} are gathered in wide floats, more than "
             f"{human(limit, 'B')}: "
             + "; ".join(
-                f"{c.name} ({_short(c.held)}, {human(c.nbytes, 'B')})" for c in wide[:5]
+                f"{c.name} ({_short(c.cast_from)}, {human(c.nbytes, 'B')})"
+                for c in wide[:5]
             )
         )
     if problems:
@@ -293,26 +296,26 @@ Asked = dict[str, list[tuple[tuple[str, str], tuple[int, ...]]]]
 
 
 def _asked(module: Module) -> Asked:
-    """{name: [(dtypes of the operands, shape of the result)]} before optimisation."""
-    found: Asked = {}
+    """Returns {name: [(dtypes of the operands, shape of the result)]} before optimisation."""
+    requested: Asked = {}
     for visit in hlo.walk(module):
         ins = visit.value.instruction
         if ins.opcode in ("dot", "convolution", "ragged-dot"):
             lhs, rhs = (v.instruction.shape.dtype for v in visit.value.operands[:2])
             entry = (lhs, rhs), ins.shape.dims
-            found.setdefault(visit.op_name, []).append(entry)
-    return found
+            requested.setdefault(visit.op_name, []).append(entry)
+    return requested
 
 
 def read(text: str, asked: Asked | None = None) -> Proof:
-    """What optimised HLO says, given what was asked for."""
+    """Reads optimised HLO, given what was asked for."""
     module = hlo.parse(text)
     contractions, collectives = [], []
     for visit in hlo.walk(module):
         kind = _kind(visit.value.instruction)
         operands = [v.instruction.shape for v in visit.value.operands]
         if kind == "kernel" and not _multiplies(operands, visit.value.instruction):
-            continue  # it quantizes, or sorts, or whatever
+            continue  # it quantizes, or sorts, or does something else
         if kind is not None and len(operands) > 1:
             contractions.append(_executed(module, visit, kind, asked or {}))
         elif visit.value.instruction.opcode.removesuffix("-start") in COLLECTIVES:
@@ -335,14 +338,14 @@ def _kind(ins: hlo.Instruction) -> str | None:
 
 
 def _target(ins: hlo.Instruction) -> str:
-    found = re.search(r'custom_call_target="([^"]*)"', ins.attributes)
-    return found.group(1) if found else ""
+    match = re.search(r'custom_call_target="([^"]*)"', ins.attributes)
+    return match.group(1) if match else ""
 
 
 def _executed(module: Module, visit: Visit, kind: str, asked: Asked) -> Executed:
     ins = visit.value.instruction
     operands = visit.value.operands
-    if kind == "kernel":  # its matrices are the two largest of what goes in
+    if kind == "kernel":  # its two largest operands are the matrices
         operands = sorted(operands, key=lambda v: -v.instruction.shape.size)
     lhs, rhs = operands[:2]
     shapes = lhs.instruction.shape, rhs.instruction.shape
@@ -353,7 +356,7 @@ def _executed(module: Module, visit: Visit, kind: str, asked: Asked) -> Executed
         kind=kind,
         ran=(shapes[0].dtype, shapes[1].dtype),
         asked=_what_was_asked(asked.get(visit.op_name, []), ins.shape.dims, origins),
-        held=pair("held"),
+        cast_from=pair("cast_from"),
         stored=pair("stored"),
         out=ins.shape.dtype,
         shapes=(shapes[0].dims, shapes[1].dims),
@@ -366,15 +369,15 @@ def _executed(module: Module, visit: Visit, kind: str, asked: Asked) -> Executed
 def _what_was_asked(
     entries: list, dims: tuple[int, ...], origins: tuple[Origin, Origin]
 ) -> tuple[str, str] | None:
-    """Of the ops with one name those of the same size, if they agree; else those whose
-    dtypes the operands came from."""
+    """Returns the dtypes of the ops of this name and size if they agree, or else those that
+    the operands were cast from."""
     sizes = lambda dims: sorted(n for n in dims if n != 1)
     alike = [pair for pair, shape in entries if sizes(shape) == sizes(dims)]
     pairs = set(alike or [pair for pair, _ in entries])
     if len(pairs) == 1:
         return pairs.pop()
-    held = tuple(o.held for o in origins)
-    return held if held in pairs else None
+    cast_from = tuple(o.cast_from for o in origins)
+    return cast_from if cast_from in pairs else None
 
 
 def _flops(ins: hlo.Instruction, kind: str, lhs: hlo.Shape, rhs: hlo.Shape) -> int:
@@ -385,14 +388,15 @@ def _flops(ins: hlo.Instruction, kind: str, lhs: hlo.Shape, rhs: hlo.Shape) -> i
     if kind == "dot":
         return hlo.flops_of_dot(ins, lhs)
     if kind == "gemm":
-        found = re.search(
+        match = re.search(
             r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', ins.attributes
         )
-        if found:
-            axes = [int(a) for a in re.findall(r"\d+", found.group(1))]
+        if match:
+            axes = [int(a) for a in re.findall(r"\d+", match.group(1))]
             return hlo.flops_of_dot(ins, lhs, axes)
     shapes = lhs, rhs, ins.shape
-    stacks = [s.dims[0] for s in shapes if len(s.dims) == 3]  # one alone: of experts
+    # If just one of the three is a stack, it is one of experts.
+    stacks = [s.dims[0] for s in shapes if len(s.dims) == 3]
     groups = stacks[0] if len(stacks) == 1 else 1
     return 2 * math.isqrt(math.prod(s.size for s in shapes) // groups)
 
@@ -400,12 +404,12 @@ def _flops(ins: hlo.Instruction, kind: str, lhs: hlo.Shape, rhs: hlo.Shape) -> i
 def _collective(module: Module, visit: Visit) -> Collective:
     ins = visit.value.instruction
     operand = visit.value.operand(0)
-    held = hlo.origin(module, operand).held if operand else ins.shape.dtype
+    cast_from = hlo.origin(module, operand).cast_from if operand else ins.shape.dtype
     return Collective(
         name=visit.op_name or ins.name,
         kind=ins.opcode.removesuffix("-start"),
         dtype=ins.shape.dtype,
-        held=held,
+        cast_from=cast_from,
         dims=ins.shape.dims,
         times=visit.times,
         nbytes=visit.times * ins.shape.nbytes,

@@ -35,7 +35,7 @@ from midtread.ops.context import here
 
 LATE = 100  # the first number of a matmul that Qwix does not count
 
-# methods that a subclass of Qwix's providers may override -> what to do instead
+# Methods that a subclass of Qwix's providers may override, and what to do here instead.
 _NOT_HOOKS = {
     "_create_dot_general_qt_config": "give rules additional_qt_config or a recipe",
     "_create_conv_general_qt_config": "give rules a recipe",
@@ -65,14 +65,13 @@ class QuantizationProvider:
     """
 
     rule_type: type = QuantizationRule
-    # The fields of our rules that it acts on, others being refused by name; None asks a
-    # subclass with rules of its own to see to that. `refusal` says why, and what to write.
+    # The fields of our rules that it acts on. Others are refused by name, and `refusal` says
+    # why and what to write. None leaves that to a subclass with rules of its own.
     honours: frozenset[str] | None = None
     refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
     ops: tuple[str, ...] = intercept.CONTRACTIONS
-    named_only: tuple[str, ...] = (
-        "take",
-    )  # ops that a rule without op_names passes by
+    # A rule matches these ops only if its op_names have them.
+    named_only: tuple[str, ...] = ("take",)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -91,9 +90,7 @@ class QuantizationProvider:
         self._rule_matches = [0] * len(self._rules)
         self._paths: dict[str, set[str]] = {}  # every path seen, in order, and its ops
         self._initial_run_complete = False
-        self.disable_jit = (
-            disable_jit  # accepted for Qwix's sake: nothing here depends on it
-        )
+        self.disable_jit = disable_jit
         self.strict = strict
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
@@ -136,22 +133,22 @@ class QuantizationProvider:
         return any(recipe_of(rule, False, True).is_random for rule in self._rules)
 
     def handlers(self) -> dict[str, Callable]:
-        """The methods that take the place of JAX's functions."""
+        """Returns the methods that replace JAX's functions, by the ops' names."""
         paths = self.get_intercept_map().items()
         return {intercept.watch(path): handler for path, handler in paths}
 
     def get_intercept_map(self) -> dict[str, Callable]:
-        """{"jax.lax.dot_general": self.dot_general, ...}. A subclass may add functions of
-        its own: `return super().get_intercept_map() | {"jax.numpy.tanh": self.tanh}`."""
+        """Returns {"jax.lax.dot_general": self.dot_general, ...}. A subclass may add others:
+        `return super().get_intercept_map() | {"jax.numpy.tanh": self.tanh}`."""
         path = lambda name: intercept.OPS[name].path if name in intercept.OPS else name
         methods = {path(n): getattr(self, n) for n in self.ops if hasattr(self, n)}
         return {**methods, path("current_rule"): self._rule_for}
 
     def surroundings(self) -> contextlib.AbstractContextManager:
-        """Entered around every call of the model."""
+        """Returns a context that is entered around every call of the model."""
         return contextlib.nullcontext()
 
-    # What JAX's functions become. A subclass changes all in `_run`, or one by its name.
+    # JAX's functions become these. A subclass changes all of them in `_run`, or one by name.
 
     def dot_general(self, *args, **kwargs) -> jax.Array:
         return self._run("dot_general", jax.lax.dot_general, args, kwargs)
@@ -171,21 +168,21 @@ class QuantizationProvider:
         return self._run("ragged_dot_general", jax.lax.ragged_dot_general, args, kwargs)
 
     def getitem(self, table: Any, ids: jax.Array) -> Any:
-        """`table[ids]`, as a look-up where a rule names those."""
+        """Handles `table[ids]` as a look-up where a rule names those."""
         if self._rule_for("take") is None:
             return NotImplemented
         ids = jnp.where(ids < 0, ids + table.shape[0], ids)
         return self.take(table, ids, 0, mode="clip")
 
     def _run(self, name: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
-        """An op that was intercepted: `plain` is JAX's own."""
+        """Runs an op that was intercepted; `plain` is JAX's own function."""
         self._get_current_rule_and_op_id(name)
         return plain(*args, **kwargs)
 
-    # Which rule applies here.
+    # These say which rule applies.
 
     def rules_here(self) -> tuple[int, ...]:
-        """Which rules could match in the current module: part of jit's cache key."""
+        """Returns the rules that could match in the current module, for jit's cache key."""
         module = running.entered_module()
         if module is None:
             return ()
@@ -201,7 +198,7 @@ class QuantizationProvider:
     def _get_current_rule_and_op_id(
         self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False
     ) -> tuple[Any, str | None]:
-        """The first rule that matches the current module and op, and the op's id there."""
+        """Returns the first rule that matches the current module and op, and the op's id."""
         module = intercept.current_module()
         path = flaxlib.path_of(module)
         self._paths.setdefault(path, set()).add(op_name)
@@ -219,23 +216,24 @@ class QuantizationProvider:
         return rule, op_id
 
     def _matching_rules(self, path: str, op_name: str) -> Iterator[int]:
-        """Which rules match an op of a module: the first one applies."""
+        """Yields the rules that match an op of a module; the first of them applies."""
         for i, rule in enumerate(self._rules):
             named = op_name in rule.op_names or op_name not in self.named_only
             if named and rule.matches(path, op_name):
                 yield i
 
     def _counter(self, module: Any) -> collections.Counter:
-        """Ops seen per module in this call; Linen modules that share a scope share it."""
+        """Returns the counts of ops in a module in this call. Linen modules that share a scope
+        share the counts."""
         owner = module.scope if isinstance(module, nn.Module) else module
         counters = running.call_of(self).counters
         return counters.setdefault(id(owner), (owner, collections.Counter()))[1]
 
     def find_param(self, module: Any, x: Any) -> str | None:
-        """The name of the parameter of `module` that an operand is; None for an activation."""
+        """Returns the name of the parameter that an operand is, None for an activation."""
         return find_param(module, x)
 
-    # Around a call of the model.
+    # These are called around a call of the model.
 
     def begin_call(self, model: Any) -> None:
         """Called when a model starts to run, before its inputs are looked at."""
@@ -263,7 +261,7 @@ class QuantizationProvider:
             warnings.warn(text, stacklevel=2)
 
     def unused_rules_text(self) -> str:
-        """What to tell about rules that matched no op; '' if there are none."""
+        """Returns a message about the rules that matched no op, '' if there are none."""
         lines = []
         for i, (rule, count) in enumerate(zip(self._rules, self._rule_matches)):
             if count:
@@ -274,25 +272,26 @@ class QuantizationProvider:
         return "rules that matched nothing: " + "; ".join(lines) if lines else ""
 
     def float_weights_text(self) -> str:
-        """What to tell about weights that rules are about and that stay float all the same;
-        '' if there are none. `explain` shows them as rows instead."""
+        """Returns a message about weights that stay float though rules are about them, '' if
+        there are none. `explain` shows them as rows instead."""
         return ""
 
     def _why_unused(self, index: int) -> str:
-        """What hides it, or else the ops where its path matches, or else near paths."""
+        """Names the rule that hides this one, or else the ops where its path matches, or else
+        paths near it."""
         rule, there = self._rules[index], set()
         for path, ops in self._paths.items():
             for op in ops:
-                found = list(self._matching_rules(path, op))
-                if index in found:
-                    return f"rule {found[0]} comes first wherever it would match"
+                matching = list(self._matching_rules(path, op))
+                if index in matching:
+                    return f"rule {matching[0]} comes first wherever it would match"
             if re.fullmatch(rule.module_path, path):
                 there |= ops
         if there and rule.op_names:
             return f"ops there: {', '.join(sorted(there))}"
         if there:
             return f"ops there go by name only: write op_names={tuple(sorted(there))}"
-        kinds: dict[str, str] = {}  # of layers with a number the first
+        kinds: dict[str, str] = {}  # with numbers left out -> the first such path
         for path in self._paths:
             kinds.setdefault(re.sub(r"(?<![^/])\d+(?![^/])", "#", path), path)
         paths = list(kinds.values())
@@ -300,18 +299,18 @@ class QuantizationProvider:
         return f"paths near it: {near or paths[:3]}"
 
     def fresh(self) -> "QuantizationProvider":
-        """A copy with the same rules that has seen no model, and reports none unused."""
-        made = copy.copy(self)
+        """Returns a copy with the same rules that has seen no model and gives no warnings."""
+        new = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, dict | list):  # what it learns of a model
-                setattr(made, name, copy.copy(value))
-        made._rule_matches, made._paths = [0] * len(self._rules), {}
-        made._initial_run_complete = True
-        made.__dict__.pop("_cache_number", None)
-        return made
+            if isinstance(value, dict | list):  # it learns of a model in these
+                setattr(new, name, copy.copy(value))
+        new._rule_matches, new._paths = [0] * len(self._rules), {}
+        new._initial_run_complete = True
+        new.__dict__.pop("_cache_number", None)
+        return new
 
     def get_unused_rules(self) -> list[Any]:
-        """Rules that matched no op so far."""
+        """Returns the rules that have matched no op so far."""
         if not self._initial_run_complete:
             raise ValueError(
                 "Quantization is not completed yet: call quantize_model, and for a Linen model "
@@ -326,7 +325,7 @@ def _matching(patterns: tuple[str, ...], path: str) -> tuple[int, ...]:
 
 
 def get_current_rule(op_name: str) -> Any:
-    """The rule for an op in the module now running, or None outside a quantized model.
+    """Returns the rule for an op in the module now running, or None if there is none.
 
     It is for kernels, which no provider looks into: they ask, and quantize accordingly.
 

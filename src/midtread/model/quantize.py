@@ -1,9 +1,9 @@
-"""quantize_model: a Flax model that runs under a provider, and was not edited.
+"""quantize_model: makes a Flax model run under a provider, without editing its code.
 
 A Linen module is copied and given a subclass whose methods switch the provider on. An NNX
 module gets new Variables over the same arrays (nothing is copied) and subclasses that know
 their paths; then one abstract run finds out what the provider adds to it. The model that
-was passed in is left as it was.
+was passed in stays as it was.
 """
 
 import inspect
@@ -26,7 +26,7 @@ def quantize_model(
     donate: bool = False,
     **model_inputs_kwargs: Any,
 ) -> Any:
-    """A model that runs under a provider; its code is not edited.
+    """Makes a model run under a provider; its code is not edited.
 
     >>> import jax, jax.numpy as jnp
     >>> from midtread.model.rules import QtRule
@@ -86,8 +86,8 @@ def _quantize_nnx(model, provider, method, inputs, kwargs):
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError("Rngs must be an nnx.Rngs instance.")
     call = inspect.signature(getattr(model, method))
-    by_place = {} if rngs is None else call.bind_partial(*inputs).arguments
-    if rngs is not None and "rngs" in call.parameters and "rngs" not in by_place:
+    by_position = {} if rngs is None else call.bind_partial(*inputs).arguments
+    if rngs is not None and "rngs" in call.parameters and "rngs" not in by_position:
         kwargs["rngs"] = rngs
     skip = kwargs.pop("skip_nnx_init", False)
     model = flaxlib.adopt_nnx(model, provider, method)
@@ -97,7 +97,7 @@ def _quantize_nnx(model, provider, method, inputs, kwargs):
 
 
 def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
-    """Runs the model on shapes alone; returns it, holding shapes, with all that was added.
+    """Runs the model on shapes alone, and returns it, with all that was added, as shapes.
 
     Python objects among the inputs stay as they are; arrays become shapes.
     """
@@ -117,7 +117,8 @@ def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
 
 
 def split_arrays(inputs: tuple, kwargs: dict) -> tuple[list, Callable[[list], Any]]:
-    """(the arrays or shapes among a call's arguments, a function that puts others there)."""
+    """Returns (the arrays or shapes among a call's arguments, a function that puts others in
+    their positions)."""
     is_array = lambda x: (
         isinstance(x, jax.Array | jax.ShapeDtypeStruct) or hasattr(x, "__array__")
     )

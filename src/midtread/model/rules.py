@@ -39,7 +39,7 @@ FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
 
 
 def named_fields(cls: type) -> type:
-    """A dataclass whose constructor names a field that does not exist, with the nearest."""
+    """Makes a dataclass's constructor name a field that does not exist, and the nearest."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -134,7 +134,7 @@ class QuantizationRule:
 
     @functools.cached_property
     def _recipes(self) -> dict[tuple[bool, bool], Recipe]:
-        """What `recipe_of` answered: (is lhs a weight, is rhs one) -> Recipe."""
+        """The answers of `recipe_of` so far: (lhs is a weight, rhs is one) -> Recipe."""
         return {}
 
 
@@ -239,7 +239,7 @@ class QtRule(QuantizationRule):
 
 
 def field_names(kind: type) -> frozenset[str]:
-    """The fields of a class of rules."""
+    """Returns the names of the fields of a class of rules."""
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
@@ -255,7 +255,7 @@ class Choice:
     disable_channelwise_axes: bool = False
 
     def spec(self, tile: Any, **fields: Any) -> Spec | None:
-        """The Spec it asks for, with tiles along the sum; None for float."""
+        """Returns the Spec it asks for, with tiles along the sum; None for float."""
         if self.qtype is None:
             return None
         fmt = as_format(self.qtype)
@@ -264,9 +264,9 @@ class Choice:
 
 
 def _tiles(fmt: Any, tile: Any) -> dict:
-    """A tile size as a Spec's tiled_axes; a format that comes in tiles takes no other."""
+    """Turns a tile size into a Spec's tiled_axes. A format that comes in tiles has its own."""
     own = {"summed": fmt.tile} if fmt.tile else {}
-    is_whole = isinstance(tile, float) and tile == 1.0  # the axis is one tile
+    is_whole = isinstance(tile, float) and tile == 1.0  # the whole axis is one tile
     asked = dict(tile) if isinstance(tile, Mapping) else {"summed": tile}
     asked = {} if tile is None or is_whole else asked
     if own and asked not in ({}, own):
@@ -300,11 +300,11 @@ class Step:
     disable_gradient_clipping: bool = False
     use_original_residuals: bool = False
     sparsity_rule: Any = None
-    rounding: str = "nearest"  # of gradients
+    rounding: str = "nearest"  # that of gradients
     noise_axes: tuple[int, ...] = (0,)
 
     def changed(self, changes: Mapping[str, Any]) -> "Step":
-        """The step with other values of some of its PARTS."""
+        """Returns the step with other values of some of its PARTS."""
         fields: dict[str, Any] = {}
         for name, value in changes.items():
             field, part = PARTS[name]
@@ -315,7 +315,7 @@ class Step:
         return dataclasses.replace(self, **fields)
 
     def recipe(self) -> Recipe:
-        """The six Specs of the step."""
+        """Returns the six Specs of the step."""
         lhs, rhs = self.lhs.spec(self.tile_size), self.rhs.spec(self.tile_size)
         return Recipe(
             fwd=Fwd(lhs, rhs),
@@ -342,7 +342,7 @@ class Step:
         return choice.spec(self._backward_tile(matmul, forward))
 
     def _backward_tile(self, matmul: str, forward: Spec | None) -> Any:
-        """The tile of a backward sum: its own, or else as large as the forward's."""
+        """Returns the tile of a backward sum: its own, or else the forward's."""
         own = getattr(self, f"{matmul}_tile_size")
         if own or forward is None or self.use_original_residuals:
             return own
@@ -360,12 +360,12 @@ def _parts() -> dict[str, tuple[str, str | None]]:
     return parts
 
 
-# Qwix's name of a part of a step -> (the field of Step, the field of its Choice or None)
+# Qwix's name of a part of a step -> (the field of Step, the field of its Choice, if any)
 PARTS = _parts()
 
 
 def as_sparsity(rule: Any) -> Sparsity | None:
-    """A Sparsity, or anything with Qwix's `weight_sparsity_*` fields."""
+    """Makes a Sparsity of one, or of anything with Qwix's `weight_sparsity_*` fields."""
     if rule is None or isinstance(rule, Sparsity):
         return rule
     get = lambda name: getattr(rule, f"weight_sparsity_{name}")
@@ -378,7 +378,7 @@ def as_sparsity(rule: Any) -> Sparsity | None:
 def recipe_of(
     rule: QuantizationRule, lhs_is_weight: bool, rhs_is_weight: bool
 ) -> Recipe:
-    """What a rule means for a matmul whose operands have these roles.
+    """Returns what a rule means for a matmul whose operands have these roles.
 
     >>> rule = QuantizationRule(weight_qtype="int4", act_qtype="int8")
     >>> recipe_of(rule, lhs_is_weight=False, rhs_is_weight=True).fwd.rhs.format.name
@@ -390,7 +390,8 @@ def recipe_of(
             operand that is not is an activation.
 
     Returns:
-        The Recipe, which `Contraction.number_axes` completes. It is the rule's own if it has one.
+        The Recipe, which is the rule's own if it has one. `Contraction.number_axes` turns the
+        names of axes in it into numbers.
 
     Raises:
         ValueError: a format and a tile size do not go together, or a recipe with a
@@ -437,7 +438,7 @@ def _recipe_of(rule: Any, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
 
 
 def _turned_round(recipe: Recipe) -> Recipe:
-    """A recipe for act . weight as one for weight . act."""
+    """Turns a recipe for act . weight into one for weight . act."""
     if recipe.sparsity is not None or recipe.drhs.hadamard:
         raise ValueError(
             "the rule's recipe prunes or rotates the right operand, but here the weight is on "
@@ -461,7 +462,7 @@ def did_you_mean(
     show: Callable[[str], str] = repr,
     otherwise: str | None = None,
 ) -> str:
-    """The end of an error: the nearest name there is, or else all of them.
+    """Writes the end of an error message: the nearest name there is, or else all of them.
 
     >>> did_you_mean("wieght", ["act", "weight"]), did_you_mean("x", ["act", "weight"])
     ("Did you mean 'weight'?", 'There are: act, weight.')
@@ -473,7 +474,7 @@ def did_you_mean(
 
 
 def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
-    """Rules from rules or dicts; a field that does not exist is named, with the nearest."""
+    """Makes rules of rules or dicts, and refuses a field that does not exist by name."""
     if isinstance(rules, str | Mapping | QuantizationRule):
         raise TypeError(
             f"rules are a list, not a {type(rules).__name__}: write "
@@ -497,7 +498,7 @@ def _from_dict(fields: Mapping[str, Any], index: int, kind: type) -> Any:
 
 
 def load_rules(path: str, kind: type | None = None) -> list[Any]:
-    """Rules from a YAML file, which holds a list of mappings.
+    """Reads rules from a YAML file, which has a list of mappings.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "rules.yml")
@@ -507,8 +508,9 @@ def load_rules(path: str, kind: type | None = None) -> list[Any]:
     'int8'
 
     Args:
-        path: of the file.
-        kind: the class of rules; None: QtRule if some field is of training alone.
+        path: the file.
+        kind: the class of rules; None for QtRule if some field is for training only, else
+            QuantizationRule.
 
     Returns:
         A list of rules.
@@ -517,7 +519,7 @@ def load_rules(path: str, kind: type | None = None) -> list[Any]:
         TypeError: The file holds something else than a list.
         ValueError: A field that does not exist; the message has the nearest one.
     """
-    import yaml  # flax brings it; nobody else needs it
+    import yaml  # flax depends on it, and nothing else here needs it
 
     with open(path) as file:
         content = yaml.safe_load(file)

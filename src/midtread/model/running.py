@@ -1,13 +1,13 @@
 """Running: the quantized model at work on this thread.
 
-    active(provider, ...)     its handlers apply: a model was called
-    entered(module)           a module's method is running, which decides on the rule
-    offer(name, ...)          the handlers' answer, for callers that have a plan B
-    disabled()                nothing is touched: inside handlers, kernels and engine
-    call_of(provider)         what it has noted in this call of its model
+    active(call)              inside, a provider's handlers apply: its model was called
+    entered(module)           inside, a method of this module runs, which decides on the rule
+    offer(name, ...)          returns what a handler makes of an op, or NotImplemented
+    disabled()                inside, nothing is intercepted: for handlers and kernels
+    call_of(provider)         returns what a provider has noted in this call of its model
 
 All of it is kept in one record, ops/context.py's `here`, whose frozen part is in jit's cache
-key: modules that match different rules never share a trace.
+key, so modules that match different rules never share a trace.
 """
 
 import collections
@@ -28,31 +28,33 @@ _numbers = itertools.count(1)
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A provider at work: one call of a model of its own."""
+    """One call of a model that a provider has quantized.
+
+    `model` is None if only functions were wrapped. `entry` is the trace it was called in.
+    `counters` maps the id of a module to the module and the ops seen in it: without a
+    reference to the module its id might be used again. `notes` are the provider's own.
+    """
 
     provider: Any
     handlers: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    model: Any = None  # that was called; None if only functions were wrapped
-    entry: Any = None  # the trace it was called in
+    model: Any = None
+    entry: Any = None
     is_enabled: bool = True
-    # id of a module -> (it, ops seen in it); id() of one that is gone may be used again
     counters: dict[int, tuple[Any, collections.Counter]] = dataclasses.field(
         default_factory=dict
     )
-    notes: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # the provider's own
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def cache_number(provider: Any) -> int:
-    """A number that is this provider's alone; id() may be used again."""
+    """Returns a number that is this provider's alone; an id() may be used again."""
     if not hasattr(provider, "_cache_number"):
         provider._cache_number = next(_numbers)
     return provider._cache_number
 
 
 def call_of(provider: Any) -> Call:
-    """The call that a provider is at work in; without one, what it notes on this thread."""
+    """Returns the call that a provider is at work in, or else its record on this thread."""
     for call in here.active:
         if call.provider is provider:
             return call
@@ -60,14 +62,15 @@ def call_of(provider: Any) -> Call:
 
 
 def is_active(provider: Any) -> bool:
+    """Whether a model of this provider is running."""
     return any(call.provider is provider for call in here.active)
 
 
 @contextlib.contextmanager
 def active(call: Call) -> Iterator[None]:
-    """Its handlers apply inside."""
+    """Makes the handlers of a call apply inside."""
     outer = here.modules, here.closed, here.names, [c.is_enabled for c in here.active]
-    if here.closed:  # for those outside; this one was called inside
+    if here.closed:  # The calls around this one are closed, this one is not.
         for around in here.active:
             around.is_enabled = False
     here.modules, here.closed = [], 0
@@ -85,8 +88,8 @@ def active(call: Call) -> Iterator[None]:
             here.casts.clear()
 
 
-class entered:  # entered for every module, so not a generator
-    """`with entered(module)`: a method of it is running."""
+class entered:  # It is entered for every module: a generator would be slow.
+    """Inside `with entered(module)`, a method of that module is running."""
 
     def __init__(self, module: Any):
         self._module = module
@@ -106,30 +109,30 @@ class entered:  # entered for every module, so not a generator
 
 
 def path_of(module: Any) -> str:
-    """'encoder/layers/0'; '' for the root."""
+    """Returns a path such as 'encoder/layers/0', which is '' for the root."""
     if isinstance(module, nn.Module):
         return "/".join(module.path)
     return getattr(module, "_path_text", "")
 
 
 def entered_module() -> Any:
-    """The innermost module whose method is running in a quantized model, or None."""
+    """Returns the innermost module whose method runs in a quantized model, or None."""
     return here.modules[-1] if here.modules else None
 
 
 def current_path() -> str:
-    """The path of the innermost module, '' if there is none."""
+    """Returns the path of the innermost module, '' if there is none."""
     return path_of(here.modules[-1]) if here.modules else ""
 
 
 def entry_trace() -> Any:
-    """The trace in which the innermost model was called."""
+    """Returns the trace in which the innermost model was called."""
     return here.active[-1].entry if here.active else None
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Nothing is intercepted inside, on this thread."""
+    """Switches interception off inside, on this thread."""
     here.closed += 1
     try:
         with keyed(_key()):
@@ -139,7 +142,7 @@ def disabled() -> Iterator[None]:
 
 
 def disable_interceptions(fn: Callable) -> Callable:
-    """A function that runs as it is written, whatever provider is active around it.
+    """Makes a function run as it is written, whatever provider is active around it.
 
     >>> import jax.numpy as jnp
     >>> router = disable_interceptions(jnp.dot)  # stays in float under every rule
@@ -164,7 +167,7 @@ def disable_interceptions(fn: Callable) -> Callable:
 
 
 def _key() -> Key | None:
-    """jit's cache key for the providers enabled now, and the rules that apply here."""
+    """Returns jit's cache key for the providers enabled now and the rules that apply."""
     if not here.active or here.closed:
         return None
     models = tuple(
@@ -176,9 +179,9 @@ def _key() -> Key | None:
 
 
 @contextlib.contextmanager
-def late(is_so: bool = True) -> Iterator[None]:
-    """Within it, ops are counted as spelled in a way that Qwix does not see."""
-    before, here.is_late = here.is_late, is_so
+def late(is_late: bool = True) -> Iterator[None]:
+    """Says that ops inside are spelled in a way that Qwix does not see."""
+    before, here.is_late = here.is_late, is_late
     try:
         yield
     finally:
@@ -186,7 +189,7 @@ def late(is_so: bool = True) -> Iterator[None]:
 
 
 def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """What the first handler of that name returns; NotImplemented if there is none."""
+    """Returns what the first handler of that name makes of the call, or NotImplemented."""
     if here.closed or here.engine:
         return NotImplemented
     for call in here.active:
@@ -210,7 +213,7 @@ def any_enabled() -> bool:
 
 
 def ask(name: str, *args: Any) -> Any:
-    """Asks the outermost active provider; None if there is none."""
+    """Returns the answer of the outermost active provider, None if there is none."""
     for call in here.active:
         if name in call.handlers:
             return call.handlers[name](*args)

@@ -1,9 +1,9 @@
 """Weights: which operand of a matmul is a parameter, of the module it happens in or of another.
 
-By identity: the operand is a parameter, or was made from one by casts, reshapes and
-sharding constraints; a jit trace records those, and outside of one we do. What comes in as
-an argument of a jit inside the model has lost its origin: there, and only there, an operand
-of the shape of a float parameter counts as one.
+This is known by identity: the operand is a parameter, or was made from one by casts, reshapes
+and sharding constraints. A jit trace records those, and outside of one we do. An argument of
+a jit inside the model has lost its origin: there, and only there, an operand of the shape of
+a float parameter counts as that parameter.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is 
 
 
 def find_param(module: Any, x: Any) -> str | None:
-    """The name of the parameter that `x` is, or a transpose of; None for an activation."""
+    """Returns the name of the parameter that `x` is, or is a transpose of, or None."""
     params = {k: v for k, v in flaxlib.params_of(module).items() if hasattr(v, "shape")}
     by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
     last = x
@@ -33,8 +33,8 @@ def find_param(module: Any, x: Any) -> str | None:
 
 
 def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
-    """{id of a float parameter: (it, the module that holds it, its name)} of an NNX module
-    and all that it holds; lists and dicts of parameters are modules as well."""
+    """Returns {id of a float parameter: (the parameter, its module, its name)} for an NNX
+    module and all inside it; lists and dicts of parameters are modules as well."""
     return {
         id(array): (array, module, name)
         for _, module in nnx.iter_modules(model)
@@ -44,21 +44,21 @@ def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
 
 
 def computed_from(module: Any, x: Any) -> str | None:
-    """The name of the parameter that `x` is a function of, and of nothing else."""
+    """Returns the name of the parameter that `x` is computed from alone, or None."""
     params = flaxlib.params_of(module).items()
     names = {id(intercept.unwrap(v)): name for name, v in params}
-    found = (names.get(id(a)) for a in intercept.sources(flaxlib.unbox(x)))
-    return next(filter(None, found), None)
+    names_met = (names.get(id(a)) for a in intercept.sources(flaxlib.unbox(x)))
+    return next(filter(None, names_met), None)
 
 
 def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
-    """For an operand that is the parameter `name`: its axis i is the parameter's axes[i].
-    None where that cannot be said (a reshape of a transpose)."""
+    """Returns axes, for an operand that is the parameter `name`: the operand's axis i is the
+    parameter's axes[i]. None means that this is not known (a reshape of a transpose)."""
     param = intercept.unwrap(flaxlib.params_of(module)[name])
     for ancestor, axes in intercept.turned_ancestors(flaxlib.unbox(x)):
         if ancestor is param:
             return axes
-    return tuple(range(x.ndim))  # found by its shape
+    return tuple(range(x.ndim))  # it was taken for the parameter because of its shape
 
 
 def _is_plain(name: str, param: Any) -> bool:
@@ -66,7 +66,7 @@ def _is_plain(name: str, param: Any) -> bool:
 
 
 def origin_is_hidden(x: Any, params: Mapping[str, Any]) -> bool:
-    """An argument of a trace begun inside the model."""
+    """Whether `x` is an argument of a trace that began inside the model."""
     if not isinstance(x, jax.core.Tracer) or getattr(x, "parent", None) is not None:
         return False
     traces = [running.entry_trace(), *map(intercept.trace_of, params.values())]
