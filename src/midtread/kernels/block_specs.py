@@ -2,12 +2,12 @@
 
 A kernel sees blocks of its arguments, and a BlockSpec says which. For a QArray the user
 writes the one that the float array would have; the scale's follows from it. Along an axis
-of extent V with blocks of B, a scale of extent S has blocks of S / (V / B), and stays
-where it is if S is 1.
+of extent V with blocks of B, a scale of extent S has blocks of S / (V / B), and one that
+never moves if S is 1.
 
 Mosaic for TPUs wants the last two extents of a block to be multiples of 8 and 128, or the
-array's own. What a scale's block does not fulfil is arranged otherwise outside the kernel,
-and put back inside:
+array's own. A scale whose blocks are not so is arranged otherwise outside the kernel, and its
+blocks are put back inside:
 
     transposed    the longest axis last:  [256, 1] in blocks of [128, 1]  ->  blocks of [1, 128]
     flattened     one row per block:      [32, 32] in blocks of [8, 8]    ->  [4, 4, 1, 64]
@@ -44,7 +44,7 @@ def pallas_call(
     compiler_params: Any = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """pl.pallas_call whose arguments may be QArrays, and whose kernel sees them as such.
+    """Does what pl.pallas_call does; arguments may be QArrays, and the kernel sees them so.
 
     Args:
         in_specs: for a QArray, the BlockSpec of the array that it stands for.
@@ -79,7 +79,8 @@ def pallas_call(
 
 
 def _is_for_tpu(compiler_params: Any) -> bool:
-    """By the parameters' own module if there are any, else unless this is a GPU."""
+    """Whether Mosaic for TPUs compiles it, by the module of its parameters if there are any,
+    else by the platform."""
     home = type(compiler_params).__module__
     if "triton" in home or "mosaic_gpu" in home:
         return False
@@ -87,7 +88,7 @@ def _is_for_tpu(compiler_params: Any) -> bool:
 
 
 def specs_of_parts(block_specs: Any, args: Any) -> Any:
-    """A BlockSpec per array: for a QArray a QArray of them."""
+    """Returns a BlockSpec for each array, and a QArray of them for a QArray."""
     is_spec = lambda x: isinstance(x, pl.BlockSpec)
     return jax.tree.map(_spec_of_parts, block_specs, args, is_leaf=is_spec)
 
@@ -143,7 +144,7 @@ def _part_spec(spec: pl.BlockSpec, shape, part_shape, name: str) -> pl.BlockSpec
 
 
 def fit_tpu(block_specs: Any, args: Any):
-    """(specs, arguments, restore): what is to be passed instead, and the function that
+    """Returns (specs, arguments, restore): what is to be passed instead, and a function that
     gives the kernel's references the blocks they were meant to have."""
     is_spec = lambda x: isinstance(x, pl.BlockSpec)
     flat, tree = jax.tree.flatten(block_specs, is_leaf=is_spec)
@@ -158,7 +159,7 @@ def fit_tpu(block_specs: Any, args: Any):
 
 
 def _fit(spec: pl.BlockSpec, x: jax.Array):
-    """(spec, array, how to undo it on a reference; None for nothing to undo)."""
+    """Returns (spec, array, a function that undoes the change on a reference, or None)."""
     block = spec.block_shape
     if block is None or len(block) < 2 or not all(_is_plain(n) for n in block):
         return spec, x, None
@@ -176,6 +177,7 @@ def _is_plain(extent: Any) -> bool:
 
 
 def fits_tpu(block, shape) -> bool:
+    """Whether Mosaic for TPUs can load this block."""
     last, second = (n or 1 for n in (block[-1], block[-2]))
     return (last % _LANES == 0 or last == shape[-1]) and (
         second % _SUBLANES == 0 or second == shape[-2]
@@ -183,7 +185,7 @@ def fits_tpu(block, shape) -> bool:
 
 
 def is_best_for_tpu(block, shape) -> bool:
-    """It fits, and a transpose would not waste less of the 8 x 128 registers."""
+    """Whether it fits, and a transpose would not waste less of the 8 x 128 registers."""
     block = [n or 1 for n in block]
     whole = block[-1] % _LANES == 0 and block[-2] % _SUBLANES == 0
     return fits_tpu(block, shape) and (whole or block == sorted(block))

@@ -5,13 +5,13 @@
     out = choice.plan.run(operands) if choice.plan else ...     # else the plain path
 
 `operands` is one record with all arrays and options. `plan` looks at shapes, dtypes and the
-environment alone: it emits no operations, and returns a Plan, a record of what it found out
-(block sizes, which axes are a matrix's rows), or a Refusal with the reason as text. `run` uses what
-the Plan holds and does not find it out again. Reasons are data: `mt.explain(..., kernels=True)`
-prints them, for devices that are not there too.
+environment alone: it emits no operations, and returns a Plan, a record of what it has worked out
+(block sizes, which axes are a matrix's rows), or a Refusal with the reason as text. `run` uses the
+Plan and does not work it out again. Reasons are data: `mt.explain(..., kernels=True)` prints them,
+also for devices that are not there.
 
-If the operands have an attribute `why_not_here`, candidates that need a GPU are refused by that
-text, unless it is None: there is one answer for all kernels to how arrays are laid out.
+If the operands have an attribute `why_not_here` that is not None, every candidate that needs a GPU
+is refused with that text, because arrays laid out so suit none of our kernels.
 """
 
 import functools
@@ -23,19 +23,19 @@ from midtread.kernels.environment import Env
 
 
 class Refusal(NamedTuple):
-    """Why a candidate does not take some operands, as the end of a sentence about them."""
+    """The reason why a candidate does not take some operands, as a clause about them."""
 
     reason: str
 
 
 class Plan(Protocol):
-    """What was found out in order to choose: facts, and no arrays.
+    """What was worked out in order to choose. It has facts, and no arrays.
 
     A plan may have an attribute `detail`, which `explain` prints after its candidate's name.
     """
 
     def run(self, operands: Any) -> Any:
-        """Computes it, by the facts of this plan."""
+        """Computes the result, by the facts of this plan."""
         ...
 
 
@@ -44,10 +44,10 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: what `explain` calls it.
-        needs: the device, as in `Env.why_not`.
-        plan: `plan(operands, env) -> Plan | Refusal`, or where that is, as "module:name":
-            it is imported when a device has what the candidate needs, and not before,
-            since Pallas is large.
+        needs: the device that it needs, as in `Env.why_not`.
+        plan: `plan(operands, env) -> Plan | Refusal`, or "module:name" of that function.
+            The module is imported only when the device has what the candidate needs,
+            because Pallas is large.
         is_interpreted: whether it is taken under implementation("interpret") too.
     """
 
@@ -58,14 +58,14 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The first candidate that has a plan, None if all refused, and why those before did."""
+    """The first candidate that has a plan (None if all refused), and why those before refused."""
 
     name: str | None
     plan: Any
     refused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """'hopper', 'triton (rows)', or 'XLA' where every candidate refused."""
+        """Writes 'hopper', 'triton (rows)', or 'XLA' where every candidate refused."""
         detail = getattr(self.plan, "detail", None)
         return f"{self.name} ({detail})" if detail else self.name or "XLA"
 
@@ -77,12 +77,12 @@ def first(
     env: Env,
     what: str | None = None,
 ) -> Choice:
-    """The first of the candidates that takes these operands here.
+    """Chooses the first of the candidates that takes these operands here.
 
     Args:
-        operation: its name, for those who watch (`environment.watched`).
-        what: the operands in words. With them, implementation("gpu") is an error where all
-            candidates refuse, which tells the reasons.
+        operation: its name, which `environment.watched` passes on.
+        what: the operands in words. If it is given and all candidates refuse, then under
+            implementation("gpu") a ValueError says why.
     """
     refused, choice = [], None
     for candidate in candidates:

@@ -1,16 +1,16 @@
 """Choose: for each operation, which implementations there are, and the first that can run.
 
-    scaled(matmul, env)           codes x codes, scaled: an array, or None for the plain path in
-                                  ops/engine.py; rows may come in groups
-    weight(matmul, env)           float x codes of a stored weight, likewise
-    attend(q, k, v, ...)          one token a sequence against a cache of codes, likewise
+    scaled(matmul, env)           codes x codes, scaled; rows may come in groups
+    weight(matmul, env)           float x codes of a stored weight; rows may come in groups
+    attend(q, k, v, ...)          one token a sequence against a cache of codes
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
-    quantize_twice(x, specs, ..)  the same for two matmuls from one read, or None
+    quantize_twice(x, specs, ..)  the same for two matmuls from one read
 
-The tables below are all there is to choose from; each candidate says what it takes and why not
+All but `quantize` return None where no kernel can run, and their callers go on without one. The
+tables below are all there is to choose from; each candidate says what it takes and why not
 (candidates.py). A choice changes the time, never the meaning: what a kernel does not take (zero
-points, odd layouts, sharded arrays) is left to XLA. The user may overrule it: `implementation` in
-environment.py.
+points, odd layouts, sharded arrays) is left to XLA. The user may overrule it with
+`implementation` (environment.py).
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from midtread.numerics.spec import Spec
 
 _HERE = "midtread.kernels"
 
-# Rows of floats against a stored weight: few on any NVIDIA GPU, many on Hopper, or on a CPU.
+# Rows of floats by a stored weight: few on any NVIDIA GPU, many on Hopper, or on a CPU.
 FEW_ROWS = (
     Candidate("hopper_decode", "hopper", f"{_HERE}.weight_matmul.few_rows:plan_hopper", False),
     Candidate("triton", "nvidia", f"{_HERE}.weight_matmul.few_rows:plan_triton"),
@@ -67,7 +67,7 @@ ATTEND = (Candidate("triton", "nvidia", f"{_HERE}.decode_attention.triton:plan")
 
 
 def scaled(a: Matmul, env: Env) -> jax.Array | None:
-    """Codes times codes, scaled, in `a.dtype`."""
+    """Multiplies codes by codes and scales the sums, in `a.dtype`; None if no kernel can."""
     if a.groups is None:
         choice = first("scaled matmul", SCALED, a, env, "this matmul of codes")
     else:
@@ -77,8 +77,9 @@ def scaled(a: Matmul, env: Env) -> jax.Array | None:
 
 
 def weight(a: Matmul, env: Env) -> jax.Array | None:
-    """A float operand times a QArray, scaled: in `a.dtype`, or in float32 where rows come in
-    groups. What is not such a matmul at all is nobody's to refuse: that is None too."""
+    """Multiplies a float operand by a QArray, in `a.dtype`, or in float32 where rows come in
+    groups. It is None if no kernel can, and also, before any candidate is asked, if `a` is not
+    such a matmul."""
     operands: Any = a
     if a.groups is None:
         operation, candidates, what = "weight matmul", WEIGHT, "these rows by a weight"
@@ -112,8 +113,8 @@ def quantize(
     factor: jax.Array | None = None,
     env: Env | None = None,
 ) -> tuple[QArray, QArray]:
-    """`x * factor` quantized: for a matmul that sums over `summed`, and, if `both`, once
-    more for one that sums over the other axes. `Operand` has the arguments."""
+    """Quantizes `x * factor` for a matmul that sums over `summed`, and, if `both`, once more
+    for one that sums over the other axes. `Operand` explains the arguments."""
     operand = Operand(x, spec, range_, key, site, summed, both, factor)
     choice = first("quantize", QUANTIZE, operand, env or here())
     return choice.plan.run(operand)[:2]
@@ -127,8 +128,9 @@ def quantize_twice(
     largest: bool = False,
     env: Env | None = None,
 ) -> Quantized | None:
-    """x quantized for two matmuls, each under its own Spec, from one read; and max |x|, if
-    it is wanted and was found on the way. None if no kernel does that: quantize it twice."""
+    """Quantizes x for two matmuls, each under its own Spec, from one read, and returns max |x|
+    too if it is wanted and the kernel has it. It is None if no kernel does that; then `quantize`
+    has to be called twice."""
     operands = Twice(x, specs, summed, range_, largest)
     choice = first("quantize twice", QUANTIZE_TWICE, operands, env or here())
     return _run(choice, operands)
@@ -137,14 +139,15 @@ def quantize_twice(
 def attend(
     q: jax.Array, k: QArray, v: QArray, lengths: jax.Array, gain: float = 1.0
 ) -> jax.Array | None:
-    """softmax(gain q k / sqrt(h)) v of one token a sequence, q [B, 1, H, h], against a cache
-    [B, S, K, h] of which each sequence sees its first `lengths` slots; None likewise."""
+    """Computes softmax(gain q k / sqrt(h)) v of one token a sequence, q [B, 1, H, h], against a
+    cache [B, S, K, h] of which each sequence sees its first `lengths` slots; None if no kernel
+    can."""
     operands = Cached(q, k, v, lengths, gain)
     choice = first("attend", ATTEND, operands, here(), "attention over this cache")
     return _run(choice, operands)
 
 
 def why_not_attend(q: jax.Array, k: QArray, v: QArray) -> str | None:
-    """Why `attend` would be None; None if it would not."""
+    """Says why `attend` would return None, or returns None if it would not."""
     choice = first("attend", ATTEND, Cached(q, k, v, q), here())
     return choice.refused[0][1] if choice.plan is None else None

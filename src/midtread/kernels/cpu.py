@@ -22,7 +22,7 @@ x86 with AVX-512, jax 0.10.2 and 0.12.0):
     out_MN  =  sum_k x_mk w_kn,      w stored as [K, N] (summed=0) or [N, K] (summed=1)
 
 Blocks run along the stored major axis: over K they add up, over N they stand side by side.
-R, C are the stored axes, whichever they mean; P planes of codes share a byte.
+R and C are the stored axes, one of which is K and the other N; P planes of codes share a byte.
 """
 
 import functools
@@ -47,44 +47,46 @@ from midtread.numerics import formats, views
 from midtread.numerics.formats import Format
 
 BLOCK = 2**20  # codes decoded at a time
-MIN_ROWS = 8  # of a block, however wide: each adds to all of [M, N]
-MIN_SIZE = 2**16  # codes: at 2^14 float8 was 5% slower than the plain path
+MIN_ROWS = (
+    8  # rows of a block, however wide it is, since each block adds to all of [M, N]
+)
+MIN_SIZE = 2**16  # codes of a weight; at 2^14 float8 was 5% slower than the plain path
 MAX_WHOLE = 2**22  # int8 codes [K, N] that XLA's own matmul repacks in the cache
-MAX_ROWS = 256  # of x: at 512 the plain path was within 1.2x of float32
-INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # whose values int8 holds
+MAX_ROWS = 256  # rows of x; at 512 the plain path was within 1.2x of float32
+INTEGERS = ("int8", "int4", "uint4", "int2", "uint2")  # formats whose values int8 has
 
 
 def is_local(*arrays: jax.Array) -> bool:
-    """Not laid out over a mesh: slices of a sharded weight would be gathered. And of
-    extents that are known."""
+    """Whether extents are known, and no array is laid out over a mesh, where slices of a
+    sharded weight would be gathered."""
     if not is_static(*arrays):
         return False
     return all(jax.typeof(x).sharding.mesh.empty for x in arrays)
 
 
 class Blocks(NamedTuple):
-    """A stored weight decoded in blocks."""
+    """The plan to decode a stored weight in blocks."""
 
     fmt: Format
 
     def run(self, a: WeightMatmul) -> jax.Array:
         x_MK, codes, inner, last, _ = a.arrays()
         inner = None if inner is None else inner.astype(jnp.float32)
-        how = {"summed": a.weight.summed, "precision": a.matmul.precision}
-        out = dot(x_MK, codes, inner, fmt=self.fmt, **how)
+        options = {"summed": a.weight.summed, "precision": a.matmul.precision}
+        out = dot(x_MK, codes, inner, fmt=self.fmt, **options)
         out = out if last is None else out * last.astype(jnp.float32)
         return a.result(out.astype(a.matmul.dtype))
 
 
 def plan(a: WeightMatmul, env: Env) -> Blocks | Refusal:
-    (x, w), found = a.sides, a.weight
+    (x, w), weight = a.sides, a.weight
     if not is_local(x, w.qvalue, w.scale):
         return Refusal("its operands are laid out over a mesh")
     reason = why_not_zero(w)
     if reason is not None:
         return Refusal(reason)
-    if not supports(w.format, found.shape, found.num_rows, found.counts):
-        what = f"{found.num_rows} rows by {w.format.name} {found.shape}"
+    if not supports(w.format, weight.shape, weight.num_rows, weight.counts):
+        what = f"{weight.num_rows} rows by {w.format.name} {weight.shape}"
         return Refusal(f"{what} gain nothing by it")
     return Blocks(w.format)
 
@@ -103,9 +105,9 @@ def supports(
     False
 
     Args:
-        shape: of the codes as stored, [R, C].
-        rows: of x.
-        counts: extents of the scale that `dot` is to apply, (1, 1) for none.
+        shape: the extents of the codes as stored, [R, C].
+        rows: how many rows x has.
+        counts: the extents of the scale that `dot` is to apply, (1, 1) for none.
     """
     if decoding.decoder(fmt) is None:
         return False
@@ -117,7 +119,7 @@ def supports(
 
 
 def _block_rows(shape: tuple[int, int], count: int) -> int:
-    """Rows of a block: whole tiles, or a whole part of one; 0 if neither fits."""
+    """Returns the rows of a block: whole tiles, or a whole part of one; 0 if neither fits."""
     num_rows = min(max(BLOCK // shape[1], MIN_ROWS), shape[0])
     tile = shape[0] // count
     if count == 1:
@@ -137,7 +139,7 @@ def dot(
     summed: int = 0,
     precision=None,
 ) -> jax.Array:
-    """[M, N] = x times the values of the codes, in float32; int32 if x is integer.
+    """Multiplies x by the values of the codes: [M, N] in float32, or int32 if x is integer.
 
     Args:
         scale: [r, c], broadcast by tiles over the codes before they are summed. A scale
@@ -148,7 +150,7 @@ def dot(
     return _dot(x_MK, codes_RC, scale, fmt, summed, precision, step)
 
 
-# Compiled by itself, or each call outside of jit would compile the loop anew.
+# This is jitted, because each call outside of jit would otherwise compile the loop anew.
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
     integer = jnp.issubdtype(x_MK.dtype, jnp.integer)
@@ -165,7 +167,7 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
         return lax.dot_general(x, w, numbers, precision, total)
 
     def block(start, size):
-        """One [M, N or its part] per plane."""
+        """Returns [M, size] if rows of codes are columns of the result, else [M, C / P, P]."""
         some = lax.dynamic_slice_in_dim(bytes_RC, start, size)
         values = decoding.planes(some, fmt, dtype)
         if scale is not None:
@@ -178,7 +180,7 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
         part = lax.dynamic_slice_in_dim(x_MK, start, size, 1)
         return jnp.stack([multiply(part, v) for v in values], -1)
 
-    # The backward pass decodes again: float weights are never kept for it.
+    # The backward pass decodes again, so that float weights are never kept for it.
     block = jax.checkpoint(block, prevent_cse=False, static_argnums=(1,))
 
     def add(start, size, out):
@@ -198,7 +200,7 @@ def _dot(x_MK, codes_RC, scale, fmt: Format, summed: int, precision, step: int):
 
 
 def _scale_planes(scale, shape, num_planes: int) -> list:
-    """The scale of each plane, whose columns are every num_planes-th of the codes'."""
+    """Returns the scale of each plane, whose columns are every num_planes-th of the codes'."""
     if scale is None:
         return []
     scale = scale.astype(jnp.float32)
@@ -209,7 +211,7 @@ def _scale_planes(scale, shape, num_planes: int) -> list:
 
 
 def _rows(scale, start, size: int, num_rows: int):
-    """The rows of the scale that belong to `size` rows of codes."""
+    """Takes the rows of the scale that belong to `size` rows of codes."""
     if scale.shape[0] == 1:
         return scale
     tile = num_rows // scale.shape[0]
@@ -217,7 +219,7 @@ def _rows(scale, start, size: int, num_rows: int):
 
 
 def dot_codes(lhs: jax.Array, rhs: jax.Array, numbers) -> jax.Array | None:
-    """lax.dot_general of integer codes in int32, or None where XLA's own is as good."""
+    """Multiplies integer codes into int32, or returns None where lax.dot_general is as good."""
     (left, right), (batch, _) = numbers
     dtypes = {lhs.dtype.name, rhs.dtype.name}
     if batch or not left or not dtypes <= set(INTEGERS) or not is_local(lhs, rhs):

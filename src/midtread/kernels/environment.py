@@ -1,17 +1,17 @@
 """Environment: where what is being traced will run, and which implementation was asked for.
 
-`here()` is the one place that looks. It returns a frozen record, `Env`, which those who choose
-a kernel (choose.py) are given, and which is part of the key of a trace that depends on it.
+Only `here()` looks these up. It returns a frozen record, `Env`, by which kernels are chosen
+(choose.py), and which is part of the key of a trace that depends on it.
 
-`implementation(name)` asks, for all that is traced within it:
+`implementation(name)` asks for an implementation of all that is traced within it:
 
     None          whatever is fastest; never fails
     "xla"         no kernels of ours
     "gpu"         our GPU kernel, or an error that says why not
     "interpret"   our GPU kernels, interpreted on any device: for tests; slow
 
-`pretended(device)` answers for a device that is not there: what would be chosen on an H200 can
-be asked on a laptop, and lowered there (`pallas_compat.pretend_gpu`), but not run.
+`pretended(device)` makes choices as if for a device that is not there: a laptop can say what would
+be chosen on an H200, and lower it (`pallas_compat.pretend_gpu`), but not run it.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from jax.sharding import AxisType
 
 from midtread.numerics import platforms
 
-NEEDS = ("any", "cpu", "nvidia", "hopper")  # devices that a kernel may be for
+NEEDS = ("any", "cpu", "nvidia", "hopper")  # devices that a kernel may need
 IMPLEMENTATIONS = (None, "xla", "gpu", "interpret")
 
 
 class Device(NamedTuple):
-    """What a choice depends on of the device that is compiled for."""
+    """What choices need to know of the device that is compiled for."""
 
-    kind: str  # as it calls itself
+    kind: str  # the name it gives itself
     platform: str
-    capability: tuple[int, int] | None  # of an NVIDIA GPU, (9, 0) for Hopper
+    capability: tuple[int, int] | None  # (9, 0) for Hopper; None if not NVIDIA's
     cores: int  # multiprocessors
 
 
@@ -52,13 +52,13 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """The device, what was asked for, and whether others share the work.
+    """The device, the implementation that was asked for, and whether others share the work.
 
     Attributes:
         asked: the name that `implementation` was given.
         is_split: whether XLA may divide what is traced over several devices. Inside
             shard_map it does not: what a device sees there is all there is.
-        watch: told of every choice, see `watched`.
+        watch: a function that is called for every choice, see `watched`.
     """
 
     device: Device
@@ -72,7 +72,8 @@ class Env:
 
     @functools.cached_property
     def is_alone(self) -> bool:
-        """One device, or inside shard_map, or interpreted: what is seen here is all."""
+        """Whether arrays are whole here: there is one device, or this is inside shard_map, or
+        kernels are interpreted."""
         return not self.is_split or self.is_interpreted
 
     @functools.cached_property
@@ -80,7 +81,7 @@ class Env:
         return self.asked == "interpret"
 
     def why_not(self, needs: str) -> str | None:
-        """Why a kernel that needs this device cannot run here; None if it can.
+        """Says why a kernel that needs such a device cannot run here; None if it can.
 
         Args:
             needs: "any", "cpu", "nvidia" or "hopper".
@@ -89,7 +90,7 @@ class Env:
 
     @functools.cached_property
     def reasons(self) -> dict[str, str | None]:
-        """`why_not` of everything that a kernel may need."""
+        """The answers of `why_not` for everything that a kernel may need."""
         return {needs: self._why_not(needs) for needs in NEEDS}
 
     def _why_not(self, needs: str) -> str | None:
@@ -112,7 +113,7 @@ class Env:
 
 
 class _Asked(NamedTuple):
-    """What the caller said, for all that is traced: part of jit's cache key."""
+    """What the contexts below ask for. It is part of jit's cache key."""
 
     implementation: str | None = None
     device: Device | None = None
@@ -124,7 +125,7 @@ _asked = jax.make_user_context(default_value=_Asked())
 
 @contextlib.contextmanager
 def implementation(name: str | None) -> Iterator[None]:
-    """Within it, quantized contractions are computed as `name` says.
+    """Makes the contractions that are traced inside run as `name` says.
 
     A choice changes the time that something takes, never what it means. The default, None,
     takes the fastest implementation that can run; the other names are there to compare, to
@@ -153,7 +154,7 @@ def implementation(name: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended(name: str) -> Iterator[None]:
-    """Within it, choices are made as if for one device of this name, a key of DEVICES.
+    """Makes choices inside as if for one device of this name, a key of DEVICES.
 
     >>> with pretended("h200"):
     ...     here().device.kind
@@ -169,13 +170,13 @@ def pretended(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(watch: Callable) -> Iterator[None]:
-    """`watch(operation, operands, choice)` is called for every choice made within it."""
+    """Calls `watch(operation, operands, choice)` for every choice made inside."""
     with _asked(_asked.value._replace(watch=watch)):
         yield
 
 
 def here() -> Env:
-    """The environment of what is being traced now."""
+    """Returns the environment of what is being traced now."""
     mesh = jax.sharding.get_abstract_mesh()
     default = jax.config.jax_default_device
     return _resolved(_asked.value, default, mesh, jax.device_count())
@@ -187,7 +188,7 @@ def _resolved(asked: _Asked, default: Any, mesh: Any, num_devices: int) -> Env:
     is_split = asked.device is None and num_devices > 1 and not is_manual
     device = asked.device or _device(default)
     abstract = getattr(mesh, "abstract_device", None)
-    if abstract is not None and asked.device is None:  # that is compiled for
+    if abstract is not None and asked.device is None:  # the mesh names the device
         cores = abstract.num_cores or device.cores
         device = device._replace(kind=abstract.device_kind, cores=cores)
     return Env(device, asked.implementation, is_split, asked.watch)
@@ -201,5 +202,5 @@ def _device(default: Any) -> Device:
     if default.platform == "gpu" and "NVIDIA" in default.device_kind:
         major, minor = str(default.compute_capability).split(".")
         capability = int(major), int(minor)
-    cores = getattr(default, "core_count", None) or 2  # interpreted: a few
+    cores = getattr(default, "core_count", None) or 2  # a few, for interpreted kernels
     return Device(default.device_kind, default.platform, capability, cores)

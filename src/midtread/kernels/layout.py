@@ -2,14 +2,14 @@
 
 A contraction names the axes of its operands and of its result (ops/contraction.py); a kernel
 multiplies matrices, and wants to know where they lie in memory. `Matmul` is the record that
-kernels are chosen by and run on. What is found out about its axes is found out once, from
-shapes alone:
+kernels are chosen by and run on. Its axes are examined once, from shapes alone:
 
-    matrices    labels by what they do: kept from lhs (m), kept from rhs (n), summed (k)
-    Weight      one operand as [R, C] as it is stored, the other as rows against it
-    as_matrix   a scale over [rows, columns], which it has 1, all, or one per TILE of
+    matrices    sorts labels by what they do: kept from lhs (m), kept from rhs (n), summed (k)
+    Weight      one operand as the matrix [R, C] that is stored, the other as rows
+    as_matrix   a scale as a matrix that on either side has 1, all, or one per TILE
 
-M, N, K are the extents of these matrices; R, C those of stored codes, whichever they mean.
+M, N, K are the extents of these matrices. R and C are those of stored codes: one is K and the
+other N.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ EXPLICIT = "its operands are laid out over a mesh with explicit axes"
 
 
 class Groups(NamedTuple):
-    """The label of the axis whose rows come in groups, that of the groups, their sizes."""
+    """Rows that come in groups, each with its own matrix."""
 
-    rows: str
-    group: str
-    sizes: Any
+    rows: str  # the label of the axis of rows
+    group: str  # the label of the axis of groups
+    sizes: Any  # how many rows each group has
 
 
 class Matrices(NamedTuple):
-    """Labels by what they do: kept from lhs, kept from rhs, summed."""
+    """Labels by what they do: m are kept from lhs, n are kept from rhs, k are summed."""
 
     m: Labels
     n: Labels
@@ -52,16 +52,16 @@ class Matrices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Matmul:
-    """Two operands of a matmul and what is wanted of it.
+    """The two operands of a matmul and what is wanted of it.
 
     Attributes:
-        labels: of lhs, rhs and the result.
+        labels: the labels of lhs, of rhs and of the result.
         lhs, rhs: arrays or QArrays.
-        dtype: of the result.
+        dtype: the dtype of the result.
         tiles: the number of tiles of each summed label that scales vary along.
         stored: the sides, "lhs" or "rhs", that lie in memory as their labels say. Others
             were written for this matmul, with the summed axis innermost.
-        groups: where rows come in groups, each with its own matrix.
+        groups: given where rows come in groups, each with its own matrix.
     """
 
     labels: tuple[Labels, Labels, Labels]
@@ -75,14 +75,15 @@ class Matmul:
 
     @functools.cached_property
     def matrices(self) -> Matrices | None:
-        """None where axes are shared by both operands and the result, or interleaved."""
+        """The labels by what they do. It is None where axes are shared by both operands and
+        the result, or interleaved."""
         if self.groups is None:
             return matrices(*self.labels)
         return grouped_matrices(*self.labels, self.groups.rows, self.groups.group)
 
     @functools.cached_property
     def codes(self) -> tuple[jax.Array, jax.Array]:
-        """Of lhs and rhs."""
+        """The codes of lhs and of rhs."""
         return codes_of(self.lhs), codes_of(self.rhs)
 
     @functools.cached_property
@@ -95,28 +96,28 @@ class Matmul:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
+        """The extents M, N and K."""
         assert self.matrices is not None
         m, n, k = self.matrices
         return self.extent(m), self.extent(n), self.extent(k)
 
     @functools.cached_property
     def why_not_here(self) -> str | None:
-        """Why kernels cannot take operands that are laid out as these are."""
+        """The reason why kernels cannot take operands that are laid out so, if there is one."""
         sizes = () if self.groups is None else (self.groups.sizes,)
         return why_not_here(self.lhs, self.rhs, *sizes)
 
     def extent(self, labels: Labels) -> int:
         return math.prod(map(self.extents.__getitem__, labels))
 
-    def in_order(self, out: jax.Array) -> jax.Array:
-        """A matrix as an array with the axes of the result."""
+    def result(self, out: jax.Array) -> jax.Array:
+        """Gives a matrix [M, N] the axes of the result."""
         return out.reshape([*map(self.extents.__getitem__, self.labels[2])])
 
 
 @functools.lru_cache(maxsize=4096)
 def matrices(lhs: Labels, rhs: Labels, out: Labels) -> Matrices | None:
-    """None where an axis is shared by both operands and the result."""
+    """Sorts labels by what they do; None where all three share an axis, or axes interleave."""
     if any(x in rhs and x in out for x in lhs):
         return None
     k = tuple(x for x in lhs if x in rhs)
@@ -131,9 +132,9 @@ def matrices(lhs: Labels, rhs: Labels, out: Labels) -> Matrices | None:
 def grouped_matrices(
     lhs: Labels, rhs: Labels, out: Labels, rows: str, group: str
 ) -> Matrices | None:
-    """The labels besides rows and groups; None where axes are shared, interleaved or
-    swapped. Rows are kept, [r k] x [g k n] -> [r n], and there is no m, or they are summed,
-    [r m] x [r n] -> [g m n], and there is no k."""
+    """Sorts the labels besides rows and groups; None where axes are shared, interleaved or
+    swapped. If rows are kept, [r k] x [g k n] -> [r n], there is no m; if they are summed,
+    [r m] x [r n] -> [g m n], there is no k."""
     own = rows, group
     k = tuple(x for x in lhs if x in rhs and x not in own)
     m = tuple(x for x in out if x in lhs and x not in own)
@@ -152,11 +153,12 @@ def grouped_matrices(
 
 
 def codes_of(x: Any) -> jax.Array:
+    """Returns the codes of a QArray, or an array as it is."""
     return x.qvalue if isinstance(x, QArray) else x
 
 
 def parts_of(x: Any) -> list[jax.Array]:
-    """The arrays that an operand consists of."""
+    """Returns the arrays that an operand consists of."""
     if not isinstance(x, QArray):
         return [x]
     parts = x.qvalue, x.scale, x.zero_point, x.pre_scale, x.global_scale
@@ -164,7 +166,7 @@ def parts_of(x: Any) -> list[jax.Array]:
 
 
 def is_static(*arrays: Any) -> bool:
-    """Whether all extents are known: in jax.export some may be symbols."""
+    """Whether all extents are known numbers. In jax.export some may be symbols."""
     kinds: set[type] = set()
     for x in arrays:
         kinds.update(map(type, x.shape))
@@ -172,9 +174,10 @@ def is_static(*arrays: Any) -> bool:
 
 
 def is_explicit(*arrays: jax.Array) -> bool:
-    """Laid out over mesh axes that are part of the type, which kernels do not follow."""
+    """Whether an array is laid out over mesh axes that are part of the type, which kernels do
+    not follow."""
     for x in arrays:
-        if isinstance(x, jax.ShapeDtypeStruct):  # laid out nowhere
+        if isinstance(x, jax.ShapeDtypeStruct):  # a shape has no layout
             continue
         mesh = jax.typeof(x).sharding.mesh
         if AxisType.Explicit in getattr(mesh, "axis_types", ()):
@@ -183,15 +186,16 @@ def is_explicit(*arrays: jax.Array) -> bool:
 
 
 def why_not_here(*operands: Any) -> str | None:
-    """Why kernels cannot take operands that are laid out as these are."""
+    """Says why kernels cannot take operands that are laid out as these are; None if they can."""
     parts = [part for x in operands for part in parts_of(x)]
     if is_explicit(*parts):
         return EXPLICIT
     return None if is_static(*parts) else SYMBOLIC
 
 
-def up(extent: int, multiple: int) -> int:
-    """The copy engine wants whole rows of its pattern; the rest is zeros."""
+def round_up(extent: int, multiple: int) -> int:
+    """Rounds an extent up to a multiple. The copy engine wants whole rows of its pattern, and
+    what is added is filled with zeros."""
     return -(-extent // multiple) * multiple
 
 
@@ -199,16 +203,16 @@ def up(extent: int, multiple: int) -> int:
 
 
 class Fit(NamedTuple):
-    """A part of an array, a scale say, over [rows, columns]."""
+    """How a part of an array, such as its scale, becomes a matrix over rows and columns."""
 
-    shape: tuple[int, ...]  # to broadcast it to
-    matrix: tuple[int, int]  # on either side 1, all, or one per TILE
+    shape: tuple[int, ...]  # the shape to broadcast it to first
+    matrix: tuple[int, int]  # its extents: on either side 1, all, or one per TILE
 
 
 @functools.lru_cache(maxsize=4096)
 def fit(extents: tuple[int, ...], shape: tuple[int, ...], first: int) -> Fit | None:
-    """How a part with these extents fits an array of `shape` as a matrix whose columns begin
-    with axis `first`. None if tiles of several axes do not follow one another."""
+    """Fits a part with these extents to an array of `shape`, seen as a matrix whose columns
+    begin with axis `first`. None if tiles of several axes do not follow one another."""
     wide, matrix = [], []
     for axes in (slice(first), slice(first, None)):
         own, full = list(extents[axes]), list(shape[axes])
@@ -228,20 +232,20 @@ def fit(extents: tuple[int, ...], shape: tuple[int, ...], first: int) -> Fit | N
 
 
 def as_matrix(part: jax.Array, shape: Sequence[int], first: int) -> jax.Array:
-    """[r, t]: a part that `fit` fits, over rows and columns."""
-    found = fit(part.shape, tuple(shape), first)
-    assert found is not None, (part.shape, shape)
-    return jnp.broadcast_to(part, found.shape).reshape(found.matrix)
+    """Makes a part that `fit` fits a matrix [r, c] over rows and columns."""
+    fitted = fit(part.shape, tuple(shape), first)
+    assert fitted is not None, (part.shape, shape)
+    return jnp.broadcast_to(part, fitted.shape).reshape(fitted.matrix)
 
 
 def as_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """Codes as [kept, summed]."""
+    """Arranges codes as a matrix [kept, summed]."""
     codes = codes_of(x).transpose([*map(labels.index, (*kept, *summed))])
     return codes.reshape(math.prod(codes.shape[: len(kept)]), -1)
 
 
 def scales_of_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """float32 [r, t]: over the rows of `as_rows`, and over tiles of their sums."""
+    """Returns scales in float32 [r, t], over the rows of `as_rows` and tiles of their sums."""
     if not isinstance(x, QArray):
         return jnp.ones((1, 1), jnp.float32)
     order = [*map(labels.index, (*kept, *summed))]
@@ -254,7 +258,8 @@ def scales_of_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.
 
 
 def stored(shape, summed: tuple[int, ...]) -> tuple[tuple[int, int], int] | None:
-    """((R, C), the summed one) of a weight seen as a matrix; None if axes interleave.
+    """Sees a weight as a matrix: ((R, C), which of the two is summed), or None if its axes
+    interleave.
 
     >>> stored((32, 4, 8), (0,)), stored((4, 8, 32), (2,)), stored((4, 32, 8), (1,))
     (((32, 32), 0), ((32, 32), 1), None)
@@ -268,7 +273,7 @@ def stored(shape, summed: tuple[int, ...]) -> tuple[tuple[int, int], int] | None
 
 
 def rows(x: jax.Array, summed: tuple[int, ...]) -> jax.Array:
-    """x as [M, K], K in the order of `summed`."""
+    """Arranges x as a matrix [M, K], with K in the order of `summed`."""
     kept = [a for a in range(x.ndim) if a not in summed]
     num = math.prod(map(x.shape.__getitem__, kept))
     return x.transpose(*kept, *summed).reshape(num, -1)
@@ -283,37 +288,34 @@ class Weight(NamedTuple):
 
     side: str  # which operand the weight is
     num_rows: int  # M
-    x_summed: tuple[int, ...]  # axes of x, in the order of the weight's
-    shape: tuple[int, int]  # of the codes, [R, C]
+    x_summed: tuple[int, ...]  # summed axes of x, in the order of the weight's
+    shape: tuple[int, int]  # the extents [R, C] of the codes
     summed: int  # which of the two is summed
-    w_summed: tuple[int, ...]
-    w_kept: tuple[int, ...]
+    w_kept: tuple[int, ...]  # kept axes of the weight
     counts: tuple[int, int]  # extents of the scale within the sum, (1, 1) for none
-    has_inner: bool  # whether there is one
-    order: tuple[
-        int, ...
-    ]  # of the result's axes, from those of x and then of the weight
+    has_inner: bool  # whether there is a scale within the sum
+    order: tuple[int, ...]  # from the kept axes of x and the weight to the result's
 
     @property
     def group(self) -> int | None:
-        """Neighbours along the sum that share a scale, if not all do; of codes [K, N]."""
+        """How many neighbours along the sum of codes [K, N] share a scale; None if all do."""
         return None if self.counts[0] == 1 else self.shape[0] // self.counts[0]
 
 
 def part_extents(w: QArray) -> tuple[int, ...]:
-    """Of an array over which the scale and the zero point both vary by whole tiles."""
+    """Returns extents of which each is a multiple of the scale's and of the zero point's."""
     if w.zero_point is None:
         return w.scale.shape
     return tuple(map(math.lcm, w.scale.shape, w.zero_point.shape))
 
 
 def why_not_zero(w: QArray) -> str | None:
-    """Why a kernel without zero points does not take this weight."""
+    """Says why a kernel without zero points does not take this weight; None if it does."""
     return None if w.zero_point is None else "its weight has a zero point"
 
 
 def why_not_weight(x: Any, w: Any) -> str | None:
-    """Why these are not codes and scales alone, against a float array."""
+    """Says why this is not a float array by codes that our kernels know; None if it is."""
     if isinstance(x, QArray) or not isinstance(w, QArray) or not is_wide(x.dtype):
         return "it is not a matmul of floats by codes"
     if w.pre_scale is not None:
@@ -343,7 +345,6 @@ def _weight(side, x_labels, w_labels, out, x_shape, shape, scale) -> Weight | st
         math.prod(x_shape[a] for a in alone),
         x_summed,
         *matrix,
-        summed,
         kept,
         inner or (1, 1),
         inner is not None,
@@ -352,8 +353,8 @@ def _weight(side, x_labels, w_labels, out, x_shape, shape, scale) -> Weight | st
 
 
 def _inner_counts(scale, shape, summed, kept) -> tuple[int, int] | None:
-    """[r, c] of a scale of the weight's rank over the axes of its matrix; None if tiles of
-    several axes do not merge into one run."""
+    """Returns the extents [r, c] of a scale over the axes of the weight's matrix, or None if
+    tiles of several axes do not merge into one run."""
     varies = any(scale[a] != 1 for a in kept)
     partial = [a for a in summed if scale[a] < shape[a]]
     if any(scale[a] != 1 for a in summed if partial and a > partial[0]):
@@ -370,11 +371,9 @@ class WeightArrays(NamedTuple):
 
     x_MK: jax.Array
     codes: jax.Array  # [R, C]
-    inner: jax.Array | None  # the scale within the sum, as `Weight.counts`
-    last: jax.Array | None  # the scale after it, of columns or of everything
-    zero: jax.Array | None = (
-        None  # subtracted from codes, over what `inner` or `last` is
-    )
+    inner: jax.Array | None  # the scale within the sum, of extents `Weight.counts`
+    last: jax.Array | None  # the scale after the sum, of columns or of everything
+    zero: jax.Array | None = None  # subtracted from codes; its shape is the scale's
 
     @property
     def scale_within(self) -> jax.Array | None:
@@ -386,7 +385,7 @@ class WeightArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightMatmul:
-    """A Matmul of floats by codes, and the facts of its weight."""
+    """A Matmul of floats by codes, and what is known of its weight."""
 
     matmul: Matmul
     weight: Weight
@@ -397,7 +396,7 @@ class WeightMatmul:
 
     @property
     def sides(self) -> tuple[jax.Array, QArray]:
-        """The rows and the weight."""
+        """The operand that is rows, and the one that is the weight."""
         a = self.matmul
         return (a.lhs, a.rhs) if self.weight.side == "rhs" else (a.rhs, a.lhs)
 
@@ -407,46 +406,46 @@ class WeightMatmul:
         return np.dtype(np.float32) if w.global_scale is not None else w.scale.dtype
 
     def arrays(self) -> WeightArrays:
-        """The operands as matrices."""
-        (x, w), found = self.sides, self.weight
-        x_MK, codes = rows(x, found.x_summed), w.qvalue.reshape(found.shape)
+        """Arranges the operands as matrices."""
+        (x, w), weight = self.sides, self.weight
+        x_MK, codes = rows(x, weight.x_summed), w.qvalue.reshape(weight.shape)
         scale, last = w.scale, None
         if w.global_scale is not None:
             factor = w.global_scale.astype(jnp.float32)
-            if found.has_inner and factor.size == 1:
+            if weight.has_inner and factor.size == 1:
                 last = factor.reshape(1)
             else:
                 scale = scale.astype(jnp.float32) * factor
         zero = None if w.zero_point is None else self._over_columns(w.zero_point)
         scale = self._over_columns(scale)
-        if found.has_inner:
+        if weight.has_inner:
             return WeightArrays(x_MK, codes, scale, last, zero)
         return WeightArrays(x_MK, codes, None, scale, zero)
 
     def _over_columns(self, part: jax.Array) -> jax.Array:
-        """A scale or zero point over groups of the sum and columns, or over columns."""
-        w, found = self.sides[1], self.weight
+        """Arranges a scale or zero point over groups of the sum and columns, or over columns."""
+        w, weight = self.sides[1], self.weight
         shape, full = w.qvalue.shape, list(part_extents(w))
-        if not found.has_inner:
-            counts = [part.shape[axis] for axis in found.w_kept]
-            extents = [shape[axis] for axis in found.w_kept]
+        if not weight.has_inner:
+            counts = [part.shape[axis] for axis in weight.w_kept]
+            extents = [shape[axis] for axis in weight.w_kept]
             return views.expand(part.reshape(counts), extents).reshape(-1)
-        if any(full[axis] != 1 for axis in found.w_kept):
-            for axis in found.w_kept:
+        if any(full[axis] != 1 for axis in weight.w_kept):
+            for axis in weight.w_kept:
                 full[axis] = shape[axis]
         part = part if part.shape == tuple(full) else views.expand(part, full)
-        return part.reshape(found.counts)
+        return part.reshape(weight.counts)
 
     def result(self, out: jax.Array) -> jax.Array:
-        """[M, N] as an array with the axes of the result."""
-        (x, w), found = self.sides, self.weight
-        alone = [n for axis, n in enumerate(x.shape) if axis not in found.x_summed]
-        kept = [w.qvalue.shape[axis] for axis in found.w_kept]
-        return out.reshape(*alone, *kept).transpose(found.order)
+        """Gives a matrix [M, N] the axes of the result."""
+        (x, w), weight = self.sides, self.weight
+        alone = [n for axis, n in enumerate(x.shape) if axis not in weight.x_summed]
+        kept = [w.qvalue.shape[axis] for axis in weight.w_kept]
+        return out.reshape(*alone, *kept).transpose(weight.order)
 
 
 def weight_matmul(a: Matmul) -> WeightMatmul | str:
-    """`a` with one operand as a stored weight, or why it is not such a matmul."""
+    """Sees one operand as a stored weight, or says why `a` is not such a matmul."""
     side = "lhs" if isinstance(a.lhs, QArray) else "rhs"
     x, w, x_labels, w_labels = a.lhs, a.rhs, a.labels[0], a.labels[1]
     if side == "lhs":
@@ -457,5 +456,5 @@ def weight_matmul(a: Matmul) -> WeightMatmul | str:
     if not is_static(x, w.qvalue, w.scale):
         return SYMBOLIC
     shape, scale = w.qvalue.shape, part_extents(w)
-    found = _weight(side, x_labels, w_labels, a.labels[2], x.shape, shape, scale)
-    return found if isinstance(found, str) else WeightMatmul(a, found)
+    weight = _weight(side, x_labels, w_labels, a.labels[2], x.shape, shape, scale)
+    return weight if isinstance(weight, str) else WeightMatmul(a, weight)

@@ -1,7 +1,7 @@
 """Pallas, as our kernels write it, on every JAX from 0.10.2 to 0.12.
 
 Pallas is JAX's kernel language and its least stable corner: names move between minor
-versions. All such differences are told here, and kernels read as if there were one Pallas.
+versions. All such differences are handled here, and kernels read as if there were one Pallas.
 
     Triton        any NVIDIA GPU; interpreted on a CPU (pallas_call's interpret=True)
     Mosaic GPU    wgmma and TMA, Hopper only; interpreted from jax 0.12 on
@@ -23,18 +23,18 @@ from jaxlib.mlir.dialects import arith, llvm
 from midtread.kernels.environment import here
 
 # jax 0.12 announces the end of Triton in Pallas at every lowering; docs/log.md says what
-# would take its place.
+# would replace it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
-# wgmma of e4m3 by e5m2: refused by Pallas before jax 0.11, though the hardware has it.
+# Pallas refuses wgmma of e4m3 by e5m2 before jax 0.11, though the hardware has it.
 MIXES_FLOAT8 = VERSION >= (0, 11)
 
-# Public from jax 0.12; None elsewhere, and Mosaic kernels are then only lowered in tests.
+# This is public from jax 0.12 on. Before, Mosaic kernels are only lowered in tests.
 InterpretGPUParams = getattr(plgpu, "InterpretGPUParams", None)
 
-# MLIR, as private as jaxlib's: for hopper/threads.py and its users, code for single threads.
+# hopper/threads.py and its users write MLIR for single threads. It is private in jaxlib.
 __all__ = ["arith", "ir", "llvm", "mgpu", "pl", "plgpu", "pltriton"]
 
 
@@ -43,20 +43,20 @@ def triton_params(num_warps: int, num_stages: int):
 
 
 def transposed(ref: Any) -> Any:
-    """[K, N] view of a [N, K] block in shared memory."""
+    """Views a [N, K] block in shared memory as [K, N]."""
     if VERSION < (0, 11):
         return plgpu.transpose_ref(ref, (1, 0))
     return ref.transpose((1, 0))
 
 
 def is_manual() -> bool:
-    """Inside shard_map, where what a device sees is all there is."""
+    """Whether this is inside shard_map, where what a device sees is all there is."""
     kinds = getattr(jax.sharding.get_abstract_mesh(), "axis_types", ())
     return AxisType.Manual in kinds
 
 
 def alike(*inputs: jax.Array) -> list[jax.Array]:
-    """Inputs that all vary over the same mesh axes: inside shard_map a kernel wants that."""
+    """Makes all inputs vary over the same mesh axes, as a kernel wants it inside shard_map."""
     if not is_manual():
         return list(inputs)
     axes = set().union(*(jax.typeof(x).mat.varying for x in inputs))
@@ -68,7 +68,7 @@ def alike(*inputs: jax.Array) -> list[jax.Array]:
 
 
 def marked(out: jax.Array, like: jax.Array) -> jax.Array:
-    """`out`, varying over the mesh axes that `like` does: Mosaic's results do not say."""
+    """Makes `out` vary over the mesh axes that `like` does, which Mosaic's results do not say."""
     if not is_manual():
         return out
     names = tuple(jax.typeof(like).mat.varying - jax.typeof(out).mat.varying)
@@ -76,7 +76,7 @@ def marked(out: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def result(shape, dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result, which varies over mesh axes as `like` does."""
+    """Returns the type of a kernel's result, which varies over mesh axes as `like` does."""
     extra: dict[str, Any] = {}
     if is_manual():
         extra["manual_axis_type"] = jax.typeof(like).mat
@@ -84,23 +84,23 @@ def result(shape, dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def load_slice(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
-    """`size` elements of global memory, in registers laid out as `layout`."""
+    """Loads `size` elements of global memory into registers laid out as `layout`."""
     index = pl.ds(start, size)
     if VERSION < (0, 11):
         return plgpu.load(ref, (index,), layout=layout, optimized=False)
-    read: Any = plgpu.load  # as it is from jax 0.11 on
+    read: Any = plgpu.load  # its signature from jax 0.11 on
     return read(ref.at[index], layout=layout, optimized=False)
 
 
 def consumed(ring: Any) -> Any:
-    """Of the allocations of emit_pipeline_warp_specialized the barriers, one per buffer,
-    at which those who multiply say that it may be filled again."""
-    (barriers,) = ring["flat_consumed_barrier_refs"]  # so from jax 0.10 to 0.12
+    """Returns, from the allocations of emit_pipeline_warp_specialized, the barriers (one for
+    each buffer) at which those who multiply say that it may be filled again."""
+    (barriers,) = ring["flat_consumed_barrier_refs"]  # its name from jax 0.10 to 0.12
     return barriers
 
 
 def interpreter() -> dict[str, Any]:
-    """The arguments that have a Mosaic kernel interpreted."""
+    """Returns the arguments that make a Mosaic kernel interpreted."""
     if InterpretGPUParams is None:
         raise NotImplementedError(
             f"jax {jax.__version__} cannot interpret Mosaic GPU kernels: jax 0.12 can."
@@ -109,15 +109,18 @@ def interpreter() -> dict[str, Any]:
 
 
 def warpgroup_params():
-    """Layouts of registers are inferred, as in JAX's own Hopper kernels."""
+    """Returns parameters under which layouts of registers are inferred, as in JAX's own
+    Hopper kernels."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 def lane_params(barriers: bool = True):
-    """Layouts of registers are told, as code for single threads wants it.
+    """Returns parameters under which layouts of registers are given, for code for single
+    threads.
 
     Args:
-        barriers: of a warpgroup, before every copy and around other uses of shared memory.
+        barriers: whether a warpgroup meets before every copy and around other uses of shared
+            memory.
     """
     lane = plgpu.LoweringSemantics.Lane
     return plgpu.CompilerParams(
@@ -141,5 +144,5 @@ def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
 
 
 def num_cores() -> int:
-    """Multiprocessors of the GPU that is being compiled for."""
+    """Returns how many multiprocessors the GPU that is compiled for has."""
     return here().device.cores

@@ -1,10 +1,10 @@
-"""A kernel as a function of JAX: it can be differentiated, mapped and sharded.
+"""Partition: makes a kernel a function of JAX that can be differentiated, mapped and sharded.
 
-grad      the gradient of the same contraction in plain JAX
-vmap      one kernel call after another
-jit of a sharded model       each device runs the kernel on its part of the rows and
-          columns (custom_partitioning); a summed axis that is sharded is gathered
-shard_map                    what a device sees is all there is
+grad         is the gradient of the same contraction in plain JAX
+vmap         calls the kernel for one element after another
+jit          of a sharded model runs the kernel on each device, on its part of the rows and
+             columns (custom_partitioning); a summed axis that is sharded is gathered
+shard_map    calls the kernel as it is: what a device sees is all there is
 """
 
 from collections.abc import Callable
@@ -25,22 +25,22 @@ def as_function(
     plain: Callable,
     axes: str,
     replicated: tuple[str, ...] = (),
-    can_place: bool = True,
+    can_partition: bool = True,
 ) -> Callable:
-    """`kernel` with the gradients of `plain`, a loop under vmap, and its own sharding.
+    """Gives `kernel` the gradients of `plain`, a loop under vmap, and a sharding.
 
     Args:
-        axes: of arguments and result, as in einops; one result.
+        axes: the axes of the arguments and of the one result, as einops writes them.
         replicated: names among them along which a device needs everything.
-        can_place: False for interpreted Mosaic kernels, which custom_partitioning cannot
-            hold; they run on one device.
+        can_partition: False for interpreted Mosaic kernels, which custom_partitioning does
+            not take; they run on one device.
     """
-    kernel = jax.jit(kernel)  # lowered once for all layers that look alike
+    kernel = jax.jit(kernel)  # it is lowered once for all layers that look alike
     placed = _partitioned(kernel, axes, replicated)
 
     @custom_vmap
     def mapped(*args):
-        if can_place and here().is_split:
+        if can_partition and here().is_split:
             return placed(*args)
         args = alike(*args)
         return marked(kernel(*args), args[0])
@@ -84,22 +84,22 @@ def _partitioned(kernel: Callable, axes: str, replicated: tuple[str, ...]) -> Ca
         return kernel(*args)
 
     def shardings(mesh, arg_shapes):
-        held = {}
+        cuts = {}
         for names, shape in zip(inputs, arg_shapes):
             spec = getattr(shape.sharding, "spec", ()) if shape.sharding else ()
             for name, axis in zip(names, (*spec, *[None] * len(names))):
                 if axis is not None and name not in replicated:
-                    held.setdefault(name, axis)
+                    cuts.setdefault(name, axis)
         used, kept = set(), {}
-        for name, axis in held.items():  # a mesh axis cuts one axis of the result
+        for name, axis in cuts.items():  # a mesh axis cuts one axis of the result
             parts = set(axis) if isinstance(axis, tuple) else {axis}
             if not parts & used:
                 kept[name] = axis
                 used |= parts
-        place = lambda names: NamedSharding(
+        sharding_of = lambda names: NamedSharding(
             mesh, PartitionSpec(*(kept.get(name) for name in names))
         )
-        return [place(names) for names in inputs], place(output)
+        return [sharding_of(names) for names in inputs], sharding_of(output)
 
     def infer(mesh, arg_shapes, result_shape):
         return shardings(mesh, arg_shapes)[1]

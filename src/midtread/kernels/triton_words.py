@@ -24,19 +24,20 @@ FORMATS = decoding.formats("words")
 
 
 def num_planes(fmt: Format) -> int:
+    """Returns how many codes are in a word."""
     return 16 // dtype_bits(fmt.dtype)
 
 
 def as_words(codes: jax.Array, fmt: Format) -> jax.Array:
-    """The bytes of codes [.., n] as int16 [.., n / planes]."""
+    """Sees the bytes of codes [.., n] as int16 [.., n / planes]."""
     planes = num_planes(fmt)
     split = codes.reshape(*codes.shape[:-1], codes.shape[-1] // planes, planes)
     return lax.bitcast_convert_type(split, jnp.int16)
 
 
 def fitted(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(x / s in float16, s): s is a power of two for each row, so nothing is rounded but
-    what lies 2^24 below the row's largest. Infinities and NaN stay what they are."""
+    """Returns (x / s in float16, s), where s is a power of two for each row, so that only what
+    lies 2^24 below the row's largest is rounded. Infinities and NaN stay what they are."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1.0))
@@ -45,14 +46,14 @@ def fitted(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def assembly(fmt: Format, plane: int) -> str:
-    """PTX that turns two words, $1, into the float16 values of one plane, $0."""
+    """Returns PTX that turns two words, $1, into the float16 values of one plane, $0."""
     row = decoding.decoder(fmt)
     assert row is not None and row.words is not None, fmt
     return row.words(plane)
 
 
 def planes(words: jax.Array, fmt: Format, native: bool) -> list[jax.Array]:
-    """The float16 values of each plane of a block of words."""
+    """Decodes a block of words to the float16 values of each plane."""
     count = num_planes(fmt)
     if not native:
         pair = lax.bitcast_convert_type(words, jnp.int8)

@@ -1,7 +1,7 @@
 """Tuned block sizes: a table per device beside each family of kernels, measured.
 
-A folder of kernels holds `<device>.json` with what the sweeps behind docs/log.md found best,
-and a module that reads it. A device without a table takes the H200's.
+A folder of kernels has `<device>.json` with the best sizes of the sweeps behind docs/log.md, and
+a module that reads it. A device without a table takes the H200's.
 """
 
 import functools
@@ -14,7 +14,7 @@ DEFAULT = "nvidia-h200"
 
 
 def device_kind() -> str:
-    """The device being compiled for, as its table is named: 'nvidia-h200'."""
+    """Names the device being compiled for as its table is named: 'nvidia-h200'."""
     return here().device.kind.lower().replace(" ", "-")
 
 
@@ -24,7 +24,7 @@ def has_own_table(module: str) -> bool:
 
 
 def table(module: str) -> dict:
-    """The table beside `module`, a path, for the device being compiled for."""
+    """Reads the table beside `module`, a path, for the device being compiled for."""
     return _table(module, device_kind())
 
 

@@ -1,8 +1,8 @@
-"""XLA: every pair of operand types on every backend.
+"""XLA: multiplies every pair of operand types on every backend.
 
 lax.dot_general and its kin take a pair of dtypes that the backend may not be able to
-multiply (int4 x int4 on a CPU), or multiplies by a detour. Here both operands get a
-type that holds their values exactly and that the backend computes in:
+multiply (int4 x int4 on a CPU), or multiplies by a detour. Here both operands are cast to a
+type that has all of their values and that the backend computes in:
 
     int4 int2 uint4 uint2   ->  int8          (TPUs multiply int4 as it is)
     float4                  ->  float8_e4m3fn, which contains it
@@ -27,7 +27,7 @@ from midtread.numerics.platforms import platform
 
 
 def operand_dtypes(lhs: Any, rhs: Any, mixed: bool = True) -> tuple[np.dtype, np.dtype]:
-    """The dtypes to multiply in: exact for both operands. `mixed` if they may differ."""
+    """Returns the dtypes to multiply in, exact for both operands; `mixed` if they may differ."""
     pair = np.dtype(lhs), np.dtype(rhs)
     wide = [d for d in pair if is_wide(d)]
     if wide:
@@ -63,7 +63,7 @@ def is_int16(*dtypes: Any) -> bool:
 def _prepare(lhs, rhs, precision, accumulate, mixed=True):
     left, right = operand_dtypes(lhs.dtype, rhs.dtype, mixed)
     if platform() == "cpu" and accumulate == jnp.float32 and left.itemsize == 2:
-        # bf16 x bf16 -> f32 is not implemented for every layout (jax 0.10.2 to 0.12)
+        # bf16 x bf16 -> f32 is not implemented for every layout (jax 0.10.2 to 0.12).
         left = right = np.dtype(jnp.float32)
     if is_int16(lhs.dtype, rhs.dtype):
         precision, accumulate = lax.Precision.HIGHEST, jnp.float32
@@ -73,7 +73,7 @@ def _prepare(lhs, rhs, precision, accumulate, mixed=True):
 def dot_general(
     lhs, rhs, numbers, *, precision=None, preferred_element_type=None, out_sharding=None
 ) -> jax.Array:
-    """lax.dot_general of any two operand types."""
+    """Does what lax.dot_general does, for any two operand types."""
     accumulate = preferred_element_type
     if platform() == "cpu" and accumulate == jnp.int32 and out_sharding is None:
         out = cpu.dot_codes(lhs, rhs, numbers)
@@ -95,6 +95,7 @@ def ragged_dot_general(
     preferred_element_type=None,
     out_sharding=None,
 ) -> jax.Array:
+    """Does what lax.ragged_dot_general does, for any two operand types."""
     lhs, rhs, precision, accumulate = _prepare(
         lhs, rhs, precision, preferred_element_type, mixed=False
     )
@@ -106,6 +107,7 @@ def ragged_dot_general(
 def conv_general_dilated(
     lhs, rhs, *geometry, precision=None, preferred_element_type=None, out_sharding=None
 ) -> jax.Array:
+    """Does what lax.conv_general_dilated does, for any two operand types."""
     lhs, rhs, precision, accumulate = _prepare(
         lhs, rhs, precision, preferred_element_type, mixed=False
     )

@@ -58,7 +58,7 @@ class References:
 
 
 def named(names: tuple[str, ...], refs) -> References:
-    """The references that Pallas passes to a body, by the names they were made under."""
+    """Names the references that Pallas passes to a body, in the order they were made."""
     return References(**dict(zip(names, refs, strict=True)))
 
 
@@ -183,8 +183,8 @@ def piece(plan: Plan, refs: References, slot, start: int, rows: int) -> Piece:
 
 
 def as_left_operand(plan: Plan, refs: References, values, wg, a: int = 0, wide=1):
-    """What wgmma takes from registers, here accumulator `a` of a warpgroup's `wide`. The
-    interpreter's takes it from shared memory."""
+    """Returns accumulator `a` of a warpgroup's `wide` as wgmma takes it: from registers, but
+    the interpreter's takes it from shared memory."""
     if plan.native:
         return values
     number = wg * wide + a

@@ -12,7 +12,7 @@ SHARED = 226 * 1024  # bytes that a program may use; 1 kB more is for barriers
 
 
 def swizzled(columns: int, dtype) -> tuple:
-    """The transforms of a block that the copy engine writes and the tensor cores read."""
+    """Returns the transforms of a block that the copy engine writes and tensor cores read."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(columns * bits)
     return (

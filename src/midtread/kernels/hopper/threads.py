@@ -15,14 +15,18 @@ from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu
 
 
 def word_type():
+    """Returns MLIR's type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def value(v):
+    """Makes a number that Python knows an MLIR value."""
     return mgpu.c(v, word_type()) if isinstance(v, int) else v
 
 
 def _by(known, op):
+    """Makes a function that computes in Python if both numbers are known, else in MLIR."""
+
     def run(a, b):
         if isinstance(a, int) and isinstance(b, int):
             return known(a, b)
@@ -43,6 +47,7 @@ def plus(*terms):
 
 
 def modulo(a, power: int):
+    """Returns the remainder of a division by a power of two."""
     return _masked(a, power - 1)
 
 
@@ -50,18 +55,18 @@ def modulo(a, power: int):
 
 
 def address_of(ref, offset):
-    """The address of the byte at `offset` of a reference."""
+    """Returns the address of the byte at `offset` of a reference."""
     i8 = ir.IntegerType.get_signless(8)
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [value(offset)], i8)
 
 
 def moved(address, by: int):
-    """The address that lies `by` bytes after another."""
+    """Returns the address that lies `by` bytes after another."""
     return mgpu.utils.getelementptr(address, [by], ir.IntegerType.get_signless(8))
 
 
 def unit_address(ref, unit, length: int = 128):
-    """The address of a unit of 16 bytes in row lane % 8 of a swizzled tile of 8 rows.
+    """Returns the address of a unit of 16 bytes in row lane % 8 of a swizzled tile of 8 rows.
 
     A row has `length` bytes, 128 or 64. The swizzle permutes the units of a row by the
     number of the row, or of the pair of rows.
@@ -94,7 +99,7 @@ def load_pair(start, size: int):
 
 
 def pure(code: str, results: list, given: list) -> list:
-    """The results, words or float32, of inline PTX that has no other effect.
+    """Runs inline PTX that has no effect but its results, which are words or float32.
 
     No result shares a register with an operand, because the code may read an operand after
     it has written a result.
@@ -113,7 +118,7 @@ def _each(out, types: list) -> list:
 
 
 def asm(results: list, code: str, given: list, kinds: str):
-    """The results of inline PTX that reads or writes memory."""
+    """Runs inline PTX that reads or writes memory, and returns its results."""
     kind = ir.Type.parse("!llvm.void")
     if results:
         kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
@@ -123,14 +128,14 @@ def asm(results: list, code: str, given: list, kinds: str):
 
 
 def doubled_halves(word) -> list:
-    """Each half of a register, as a pair of two copies of it."""
+    """Makes a pair of two copies of each half of a register."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     code = "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;"
     return [mgpu.utils.bitcast(w, pair) for w in pure(code, [word_type()] * 2, [word])]
 
 
 def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
-    """Mosaic's array of what this thread holds in `registers`; integers have `is_signed`."""
+    """Makes Mosaic's array of what this thread has in `registers`; integers have `is_signed`."""
     shape = layout.registers_shape(shape)
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
@@ -140,7 +145,7 @@ def array(registers: list, shape: tuple[int, ...], layout, is_signed=None):
 
 
 def words_of(array):
-    """The words of [64, M] that this thread holds, in the order [M / 8, 2 columns, 2 rows]."""
+    """Returns the words of [64, M] that this thread has, in the order [M / 8, 2 columns, 2 rows]."""
     return [
         llvm.extractelement(r, value(h)) for r in array.registers.flat for h in (0, 1)
     ]

@@ -1,13 +1,13 @@
 """NVIDIA GPUs: from a float operand to a plan for a quantizing kernel, or the reason why not.
 
-A kernel of triton.py knows a matrix, an operand has axes of which a matmul sums over some, the
-first or the last. Here it becomes [rows, columns], its scales and a factor likewise (`fit` in
-layout.py), and one of three kernels writes codes in the order its matmuls want:
+A kernel of triton.py takes a matrix, and an operand has axes, of which a matmul sums over the
+first or the last. Here the operand becomes a matrix [rows, columns], and so do its scales and a
+factor (`fit` in layout.py). One of three kernels writes codes in the order its matmuls want:
 
-    rows     a scale for each row that fits a program: found and applied in one read
-    tiles    one for each TILE of a row, likewise; and, if wanted, for the other matmul from
-             the same read, with known scales in tiles of a column
-    cast     any other, with scales known before: codes in either order, or both
+    rows     a scale for each row; a program reads a row once, and computes and applies its scale
+    tiles    a scale for each TILE of a row, in one read too; if wanted, the same read also gives
+             codes for the other matmul, with known scales in tiles of a column
+    cast     all other scales, which are known before: codes in either order, or both
 """
 
 import functools
@@ -54,7 +54,7 @@ def _sides(shape: tuple[int, ...], summed: tuple[int, ...]) -> Sides | None:
 
 
 class Triton(NamedTuple):
-    """One of the kernels of triton.py for one operand."""
+    """The plan to run one of the kernels of triton.py on one operand."""
 
     detail: str  # "rows", "tiles" or "cast"
     sides: Sides
@@ -63,32 +63,34 @@ class Triton(NamedTuple):
 
     def run(self, a: Operand) -> Quantized:
         x, spec, (rows, columns, first, _) = a.x, a.spec, self.sides
-        how: dict[str, Any] = {"interpret": self.is_interpreted, "noise": None}
+        options: dict[str, Any] = {"interpret": self.is_interpreted, "noise": None}
         if spec.rounding != "nearest":
             start = seed(a.key, a.site)
             index = lax.iota(jnp.uint32, columns)
-            how["noise"] = hashed(start, x.shape[:first]).reshape(-1), mix(index)
+            options["noise"] = hashed(start, x.shape[:first]).reshape(-1), mix(index)
         matrix, counts, maxima = x.reshape(rows, columns), a.layout[1], []
         along = None if a.factor is None else as_matrix(a.factor, x.shape, first)
         if self.detail == "rows":
-            codes, scale = triton.rows(matrix, spec.format, factor=along, **how)
-            found = {"plain": codes, "transposed": codes}  # XLA turns them where needed
+            codes, scale = triton.rows(matrix, spec.format, factor=along, **options)
+            by_order = dict.fromkeys(
+                ("plain", "transposed"), codes
+            )  # XLA transposes them
             scale = scale.reshape(counts)
         elif self.detail == "tiles":
             interpret = self.is_interpreted
             codes, scale = triton.tiles(matrix, spec.format, interpret=interpret)
-            found, scale = {"plain": codes}, scale.T.reshape(counts)
+            by_order, scale = {"plain": codes}, scale.T.reshape(counts)
         else:
             range_ = calibrate(a.scaled(), spec) if a.range_ is None else a.range_
             scale = _known(range_, spec, x.dtype)
             inverse = 1 / as_matrix(scale.astype(jnp.float32), x.shape, first)
-            how |= {"factor": along, "largest": a.largest}
-            written = triton.cast(matrix, inverse, spec.format, self.copies, **how)
+            options |= {"factor": along, "largest": a.largest}
+            written = triton.cast(matrix, inverse, spec.format, self.copies, **options)
             pairs = zip(self.copies, written)
-            found = {k: v.T if k == "transposed" else v for k, v in pairs}
+            by_order = {k: v.T if k == "transposed" else v for k, v in pairs}
             maxima = written[len(self.copies) :]
         arrays = [
-            QArray(found[c].reshape(x.shape), scale, None, spec.format.qtype)
+            QArray(by_order[c].reshape(x.shape), scale, None, spec.format.qtype)
             for c in self.copies
         ]
         largest = triton.as_float(jnp.max(maxima[0]), x.dtype) if maxima else None
@@ -152,10 +154,11 @@ def _kernel(a: Operand, sides: Sides, scale: Fit, copies: tuple[str, ...]) -> st
 
 
 def _has_row_tiles(a: Operand, sides: Sides, scale: Fit | None) -> bool:
-    """Whether `tiles` finds the scales: the largest magnitude of TILE neighbours in a row."""
+    """Whether scales are those that `tiles` computes: of the largest of TILE neighbours in a
+    row."""
     if not a.is_absmax or a.spec.rounding != "nearest":
         return False
-    is_settled = a.x.dtype.name != "float16"  # its scales are rounded otherwise
+    is_settled = a.x.dtype.name != "float16"  # float16's scales are rounded otherwise
     matrix = (sides.rows, sides.columns // TILE)
     return is_settled and scale is not None and scale.matrix == matrix
 
@@ -168,7 +171,7 @@ def _known(range_, spec, dtype) -> jax.Array:
 
 
 class Same(NamedTuple):
-    """Both under the same Spec: one kernel writes both orders."""
+    """The plan for two matmuls under the same Spec: one kernel writes both orders."""
 
     one: Triton
 
@@ -181,7 +184,7 @@ class Same(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Scales in tiles of a row for one, in tiles of a column for the other."""
+    """The plan for scales in tiles of a row for one matmul, and of a column for the other."""
 
     sides: Sides
     is_interpreted: bool

@@ -1,8 +1,8 @@
-"""What is to be quantized, and the two ways that XLA does it on any device.
+"""Operand: what is to be quantized, and the two ways that XLA does it on any device.
 
-plan_plain       range, scales, codes: numerics/qarray.py, fused as XLA likes
-plan_one_read    the same codes and scales, said so that XLA makes one kernel of all that
-                 stands between two matmuls
+plan_plain       range, scales and codes as numerics/qarray.py computes them
+plan_one_read    the same codes and scales, written so that XLA makes one kernel of all
+                 that stands between two matmuls
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from midtread.numerics.spec import Spec
 
 
 class Quantized(NamedTuple):
-    """Codes for a matmul, and for another that sums over the other axes."""
+    """Codes for a matmul, and codes for another one that sums over the other axes."""
 
     codes: QArray
     again: QArray
-    largest: jax.Array | None = None  # max |x|, where it was found on the way
+    largest: jax.Array | None = None  # max |x|, where a kernel computed it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,11 +41,11 @@ class Operand:
     """`x * factor`, to be quantized for a matmul that sums over `summed`.
 
     Attributes:
-        range_: found earlier; None: from the data, now.
+        range_: a range that is known; None to measure the data.
         key, site: where noise starts from, if rounding is by chance.
-        both: whether once more for a matmul that sums over the other axes. The two differ
-            in memory order alone.
-        factor: of x's rank, broadcast.
+        both: whether codes are also wanted for a matmul that sums over the other axes. The
+            two differ in memory order alone.
+        factor: an array of x's rank, which is broadcast.
         largest: whether max |x| is wanted.
     """
 
@@ -66,7 +66,7 @@ class Operand:
 
     @property
     def is_absmax(self) -> bool:
-        """Whether scales are found from all of the data, as kernels find them."""
+        """Whether scales come from the largest magnitudes in the data, as in our kernels."""
         spec = self.spec
         return (
             spec.method == "absmax"
@@ -84,10 +84,13 @@ class Operand:
         return math.prod(x.shape[:-1]) <= MAX_ROWS
 
     def scaled(self) -> jax.Array:
+        """Returns `x * factor`."""
         return self.x if self.factor is None else self.x * self.factor
 
 
 class Plain(NamedTuple):
+    """The plan to quantize as numerics/qarray.py does."""
+
     def run(self, a: Operand) -> Quantized:
         x = a.scaled()
         range_ = calibrate(x, a.spec) if a.range_ is None else a.range_
@@ -100,10 +103,12 @@ def plan_plain(a: Operand, env: Env) -> Plain:
 
 
 class OneRead(NamedTuple):
-    """XLA fuses a maximum with what follows only where that meets the maximum's operand at
-    once, as in a softmax (jax 0.11.2, for an H200): so a scale is computed for every element,
-    from max(|x|, absmax) = absmax, and one of a tile is kept. Extents of 1 are left out: XLA
-    drops some of them, and no longer sees the pattern."""
+    """The plan to quantize in one fused kernel of XLA's.
+
+    XLA fuses a maximum with what follows only where that uses the maximum's operand at once,
+    as in a softmax (jax 0.11.2, for an H200). So a scale is computed for every element, from
+    max(|x|, absmax) = absmax, and one for each tile is kept. Extents of 1 are left out, because
+    XLA drops some of them and no longer sees the pattern."""
 
     def run(self, a: Operand) -> Quantized:
         x, (_, counts) = a.scaled(), a.layout
@@ -120,9 +125,9 @@ class OneRead(NamedTuple):
 
 
 def plan_one_read(a: Operand, env: Env) -> OneRead | Refusal:
-    """For few rows of integers whose scales vary within the sum: for results in bfloat16 it is
-    their values that are multiplied, so that codes and scales need not be written. (Codes in
-    float8 are written: rounding.py keeps XLA from undoing a cast to them.)"""
+    """Takes few rows of integers whose scales vary within the sum. For results in bfloat16 their
+    values are multiplied, so that codes and scales need not be written. (Codes in float8 are
+    written, because rounding.py keeps XLA from undoing a cast to them.)"""
     spec, fmt, x = a.spec, a.spec.format, a.x
     reason = why_not_here(x)
     if reason is not None:
@@ -138,7 +143,7 @@ def plan_one_read(a: Operand, env: Env) -> OneRead | Refusal:
         return Refusal(f"it is for {MAX_ROWS} rows at most, with scales of their own")
     num_rows = math.prod(x.shape[:-1])
     if num_rows == 0 or (num_rows > 8 and num_rows % 8):
-        return Refusal(f"{num_rows} rows are padded next")  # by hopper_decode/
+        return Refusal(f"{num_rows} rows are padded next")  # hopper_decode/ does that
     if not 1 < counts[-1] < x.shape[-1]:
         return Refusal("its scales do not vary within a row")
     return OneRead()
@@ -149,9 +154,9 @@ class Twice:
     """x, to be quantized for two matmuls from one read, each under its own Spec.
 
     Attributes:
-        summed: the axes either matmul sums over.
-        range_: found earlier, the same for both.
-        largest: whether max |x| is wanted, if it is found on the way.
+        summed: the axes that each of the two matmuls sums over.
+        range_: a range that is known, the same for both; None to measure the data.
+        largest: whether max |x| is wanted, if the kernel computes it.
     """
 
     x: jax.Array
@@ -172,6 +177,7 @@ class Twice:
 
 
 def why_not_twice(a: Twice) -> str | None:
+    """Says why no kernel quantizes for both matmuls from one read; None if one may."""
     if any(spec.rounding != "nearest" for spec in a.specs):
         return "rounding by chance needs a noise for either"
     if sorted(a.summed[0] + a.summed[1]) != list(range(a.x.ndim)):

@@ -41,20 +41,20 @@ MAX_ROW = 2**15  # the longest row that `rows` takes, in bytes
 
 
 def _magnitude(x):
-    """The bits of |x| as an integer, which orders as |x| does."""
+    """Returns the bits of |x| as an integer, which orders as |x| does."""
     kind = jnp.int16 if np.dtype(x.dtype).itemsize == 2 else jnp.int32
     bits = lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max
     return bits.astype(jnp.int32)
 
 
 def as_float(magnitude, dtype):
-    """|x|, from the integer that `_magnitude` gives."""
+    """Returns |x|, from the integer that `_magnitude` gives."""
     kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
     return lax.bitcast_convert_type(magnitude.astype(kind), dtype)
 
 
 def _scale(largest, dtype, fmt: Format):
-    """The scale of numerics/scales.py from the largest magnitude's bits, in float32."""
+    """Computes the scale of numerics/scales.py from the largest magnitude's bits, in float32."""
     absmax = as_float(largest, dtype).astype(jnp.float32)
     raw = absmax * np.float32(1 / fmt.bound)
     if np.dtype(dtype) == jnp.bfloat16:
@@ -77,7 +77,7 @@ def _codes(x, inverse, fmt: Format, native: bool, noise=None):
 
 
 def _codes_by_chance(units, fmt: Format, noise):
-    """The stochastic codes of numerics/rounding.py; `noise` is in [0, 1)."""
+    """Computes the stochastic codes of numerics/rounding.py; `noise` is in [0, 1)."""
     if fmt.codes is not None:
         low, high = fmt.codes
         is_nan = jnp.isnan(units)
@@ -89,7 +89,7 @@ def _codes_by_chance(units, fmt: Format, noise):
     kept = jnp.minimum(jnp.maximum(units, -grid.largest), grid.largest)
     kept = jnp.where(jnp.isnan(units), 0.0, kept)
     bits = lax.bitcast_convert_type(kept, jnp.int32)
-    exponent = ((bits >> 23) & 255) - 127  # of the binade; subnormals share the lowest
+    exponent = ((bits >> 23) & 255) - 127  # the binade's; subnormals share the lowest
     exponent = jnp.maximum(exponent, grid.min_exponent) - grid.mantissa
     power = lambda e: lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
     kept = _up_or_down(kept * power(-exponent), noise) * power(exponent)
@@ -103,13 +103,13 @@ def _up_or_down(x, noise):
 
 
 def _noise(refs):
-    """The noise of a block, from the hashes of its rows and columns."""
+    """Computes the noise of a block from the hashes of its rows and columns."""
     rows, columns = refs
     return as_uniform(mix(rows[:][:, None] ^ columns[:][None, :]))
 
 
 def _nearest(units, native: bool):
-    """The nearest integer; ties go to the even one and NaN to 0."""
+    """Rounds to the nearest integer; ties go to the even one and NaN to 0."""
     if not native:
         units = jnp.round(units)
         return jnp.where(jnp.isnan(units), 0.0, units).astype(jnp.int32)
@@ -161,10 +161,11 @@ def rows(
     noise: tuple[jax.Array, jax.Array] | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """([M, K] codes, [M] scales in x's dtype) of x [M, K]; `factor` is [M, 1] or [1, K].
+    """Returns ([M, K] codes, [M] scales in x's dtype) for x [M, K].
 
     Args:
-        noise: uint32 [M] and [K], to round by chance: hashes of rows and of columns.
+        factor: [M, 1] or [1, K], by which x is multiplied first.
+        noise: hashes of rows and of columns, uint32 [M] and [K], to round by chance.
     """
     m, k = x.shape
     padded = 1 << (k - 1).bit_length()
@@ -219,8 +220,8 @@ def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance, num_ou
 
 
 def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
-    """The BlockSpec of `part`, whose extents divide those of `shape`, that goes with a block of
-    an array of that shape."""
+    """Returns the BlockSpec of `part`, whose extents divide those of `shape`, that goes with a
+    block of an array of that shape."""
     sizes, steps = [], []
     for extent, whole, size in zip(part, shape, block):
         per = whole // extent  # neighbours that share a value
@@ -241,23 +242,26 @@ def cast(
     largest: bool = False,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Codes of x [M, N] under 1 / scale; `copies` among plain and transposed.
+    """Returns codes of x [M, N] for known scales.
 
     Args:
-        inverse: float32 [r, c], r and c 1, or one per element, or one per TILE.
-        factor: in x's dtype, extents likewise.
+        inverse: 1 / scale in float32 [r, c], where r and c are 1, or one per element, or one
+            per TILE.
+        copies: the orders that codes are wanted in, among "plain" and "transposed".
+        factor: by which x is multiplied first, in x's dtype; its extents are as those of
+            `inverse`.
         noise: as in `rows`.
-        largest: whether to return last, of each block, the largest |x| as `as_float`
+        largest: whether to return, last, the largest |x| of each block, as `as_float`
             takes it.
     """
     m, n = x.shape
     block = (BLOCK, TILE if n % TILE == 0 else BLOCK)
     grid = m // block[0], n // block[1]
-    placed = {
+    orders = {
         "plain": ((m, n), block, lambda i, j: (i, j)),
         "transposed": ((n, m), block[::-1], lambda i, j: (j, i)),
     }
-    outputs = [(fmt.dtype, *placed[c]) for c in copies]
+    outputs = [(fmt.dtype, *orders[c]) for c in copies]
     outputs += [(jnp.int32, grid, (1, 1), lambda i, j: (i, j))] * largest
     parts = [inverse] if factor is None else [inverse, factor]
     specs = [_beside(part.shape, x.shape, block) for part in parts]
@@ -277,8 +281,8 @@ def _over_blocks(body, block, x, parts, specs, outputs, interpret: bool):
     """Runs `body` on each block of x, with its share of `parts`.
 
     Args:
-        specs: of the parts.
-        outputs: (dtype, shape, block, where a block of x has its own).
+        specs: the BlockSpecs of the parts.
+        outputs: (dtype, shape, block, index map) of each result.
     """
     x, *parts = alike(x, *parts)
     return pl.pallas_call(
@@ -313,8 +317,9 @@ def tiles(
     *,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """[M, N] codes and [N / TILE, M] scales, one per TILE of a row of x [M, N], from one
-    read; with `inverse`, 1 / scale along columns as in `cast`, [N, M] codes under it too.
+    """Returns [M, N] codes and [N / TILE, M] scales, one per TILE of a row of x [M, N], from one
+    read. With `inverse`, which is 1 / scale along columns as in `cast`, it also returns [N, M]
+    codes for those scales.
     """
     (m, n), block = x.shape, (BLOCK, TILE)
     parts = [] if inverse is None else [inverse]

@@ -8,4 +8,4 @@ hopper_grouped.py     rows in groups
 tuned.py              block sizes, from <device>.json
 """
 
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # that wgmma multiplies, besides int8
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # what wgmma multiplies besides int8

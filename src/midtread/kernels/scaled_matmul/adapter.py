@@ -1,9 +1,8 @@
 """Codes times codes on Hopper: from a Matmul to one of three kernels, or the reason why not.
 
-A kernel knows matrices with the summed axis innermost, a contraction has labelled axes in any
-order (layout.py). Codes are transposed to rows, which XLA drops where a quantizing kernel has
-written them in that order already, and kernels are functions that JAX can transform
-(partition.py).
+A kernel takes matrices with the summed axis innermost, and a contraction has labelled axes in any
+order (layout.py). Codes are transposed to rows; XLA drops that transpose where a quantizing kernel
+has written them in that order already. Kernels are functions that JAX can transform (partition.py).
 
     plan             a scale for each row and column            hopper.py
     plan_columns     the same, of a weight stored [K, N]        weight_matmul/many_rows.py
@@ -27,8 +26,8 @@ from midtread.kernels.layout import (
     as_rows,
     codes_of,
     fit,
+    round_up,
     scales_of_rows,
-    up,
 )
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
 from midtread.kernels.partition import as_function
@@ -39,16 +38,16 @@ from midtread.numerics.qarray import QArray
 
 
 class _Side(NamedTuple):
-    """One operand as a matrix: its labels, itself, and those that are its rows."""
+    """One operand as a matrix."""
 
-    labels: Labels
+    labels: Labels  # of all its axes
     x: Any
-    kept: Labels
+    kept: Labels  # those of its rows
 
 
 def _sides(a: Matmul) -> tuple[_Side, _Side, Labels, bool]:
-    """Left, right, the summed labels, and whether lhs is on the right since the result is
-    wanted transposed."""
+    """Returns the left side, the right side, the summed labels, and whether lhs is the right
+    side because the result is wanted transposed."""
     assert a.matrices is not None
     m, n, k = a.matrices
     left, right = _Side(a.labels[0], a.lhs, m), _Side(a.labels[1], a.rhs, n)
@@ -57,7 +56,7 @@ def _sides(a: Matmul) -> tuple[_Side, _Side, Labels, bool]:
 
 
 def why_not_codes(a: Matmul) -> str | None:
-    """Why wgmma cannot multiply these operands' codes; None if it can."""
+    """Says why wgmma cannot multiply these operands' codes; None if it can."""
     left, right = a.codes[0].dtype.name, a.codes[1].dtype.name
     is_float8 = left in FLOAT8 and right in FLOAT8
     if (left, right) != ("int8", "int8") and not is_float8:
@@ -83,7 +82,7 @@ def _why_not(a: Matmul) -> str | None:
 
 
 class Rows(NamedTuple):
-    """Both operands as rows, by hopper.py."""
+    """The plan to multiply both operands as rows, by hopper.py."""
 
     is_interpreted: bool
 
@@ -94,7 +93,7 @@ class Rows(NamedTuple):
         arrays, vectors, singles = [], [], []
         for codes, scale, unit in zip(operands, scales, (8, 64)):
             extent, num_k = codes.shape
-            padded = max(up(extent, unit), 128), up(num_k, 128)
+            padded = max(round_up(extent, unit), 128), round_up(num_k, 128)
             is_single = scale.size == 1
             scale = scale if is_single else views.expand(scale, (extent, 1))
             scale = scale.reshape(-1)
@@ -103,7 +102,7 @@ class Rows(NamedTuple):
             singles.append(is_single)
         call = _scaled_call(a.dtype, (*singles,), self.is_interpreted)
         out = call(*arrays, *vectors)
-        return a.in_order(views.crop_to(out, [len(codes) for codes in operands]))
+        return a.result(views.crop_to(out, [len(codes) for codes in operands]))
 
 
 def plan(a: Matmul, env: Env) -> Rows | Refusal:
@@ -114,7 +113,8 @@ def plan(a: Matmul, env: Env) -> Rows | Refusal:
 
 
 class Columns(NamedTuple):
-    """The right codes stored with their summed axes first, by weight_matmul/many_rows.py."""
+    """The plan for right codes that are stored with their summed axes first, by
+    weight_matmul/many_rows.py."""
 
     planned: many_rows.ManyRows
 
@@ -126,7 +126,7 @@ class Columns(NamedTuple):
             views.expand(scales_of_rows(s.x, s.labels, s.kept, k), (n, 1)).reshape(-1)
             for s, n in ((left, rows.shape[0]), (right, columns.shape[1]))
         ]
-        return a.in_order(self.planned.multiply_codes(rows, columns, *vectors))
+        return a.result(self.planned.multiply_codes(rows, columns, *vectors))
 
 
 def plan_columns(a: Matmul, env: Env) -> Columns | Refusal:
@@ -149,7 +149,7 @@ def plan_columns(a: Matmul, env: Env) -> Columns | Refusal:
 
 
 class Tiled(NamedTuple):
-    """Scales that vary in tiles of the summed axis too, by hopper_tiled.py."""
+    """The plan for scales that also vary in tiles of the summed axis, by hopper_tiled.py."""
 
     is_interpreted: bool
 
@@ -163,7 +163,7 @@ class Tiled(NamedTuple):
         num_rows = operands[1].shape[0] // (TILE if per_block else 1)
         sb = views.expand(scales[1], (num_rows, num_tiles))
         call = _tiled_call(a.dtype, self.is_interpreted)
-        return a.in_order(call(*operands, sa.T, sb.T))
+        return a.result(call(*operands, sa.T, sb.T))
 
 
 def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
@@ -202,7 +202,8 @@ def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
 
 @functools.cache
 def _scaled_call(out_dtype, single: tuple[bool, bool], interpret: bool) -> Callable:
-    """`single`: whether either operand has one scale for all its rows."""
+    """Returns the kernel as a function; `single` says of each operand whether all its rows
+    share one scale."""
 
     def plain(a, b, sa, sb):
         numbers = (((1,), (1,)), ((), ()))
@@ -217,7 +218,7 @@ def _scaled_call(out_dtype, single: tuple[bool, bool], interpret: bool) -> Calla
     names = [one if is_one else many for is_one, one, many in zip(single, "uv", "mn")]
     axes = f"m k, n k, {names[0]}, {names[1]} -> m n"
     replicated = ("k", *(x for x in names if x in "uv"))
-    return as_function(kernel, plain, axes, replicated, can_place=not interpret)
+    return as_function(kernel, plain, axes, replicated, can_partition=not interpret)
 
 
 @functools.cache
@@ -234,4 +235,4 @@ def _tiled_call(out_dtype, interpret: bool) -> Callable:
         return hopper_tiled.tiled_matmul(a, b, sa, sb, out_dtype, interpret)
 
     axes, replicated = "m k, n k, t m, t c -> m n", ("k", "t", "c", "n")
-    return as_function(kernel, plain, axes, replicated, can_place=not interpret)
+    return as_function(kernel, plain, axes, replicated, can_partition=not interpret)

@@ -1,7 +1,7 @@
 """Codes times codes of rows in groups on Hopper: from a Matmul to a plan, or the reason why not.
 
-adapter.py does this for plain contractions. Here one axis holds the rows of all groups, and
-another, of one operand or of the result, the groups (ops/ragged.py):
+adapter.py does this for plain contractions. Here one axis has the rows of all groups, and another
+one, of an operand or of the result, has the groups (ops/ragged.py):
 
     rows kept      [r k] x [g k n] -> [r n]      forward, and the gradient of the rows
     rows summed    [r m] x [r n]   -> [g m n]    the gradient of the matrices
@@ -21,7 +21,7 @@ from jax import lax
 
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import Labels, Matmul, codes_of, up
+from midtread.kernels.layout import Labels, Matmul, codes_of, round_up
 from midtread.kernels.partition import as_function
 from midtread.kernels.scaled_matmul import hopper_grouped, tuned
 from midtread.kernels.scaled_matmul.adapter import why_not_codes
@@ -31,7 +31,7 @@ from midtread.numerics.qarray import QArray
 
 
 class Grouped(NamedTuple):
-    """By hopper_grouped.py."""
+    """The plan to multiply rows in groups, by hopper_grouped.py."""
 
     are_rows_kept: bool
     is_interpreted: bool
@@ -42,15 +42,15 @@ class Grouped(NamedTuple):
 
     def run(self, a: Matmul) -> jax.Array:
         run = _rows if self.are_rows_kept else _sums
-        return a.in_order(run(a, self.is_interpreted))
+        return a.result(run(a, self.is_interpreted))
 
 
 def plan(a: Matmul, env: Env) -> Grouped | Refusal:
-    found, groups = a.matrices, a.groups
+    matrices, groups = a.matrices, a.groups
     assert groups is not None
     if a.tiles:
         return Refusal("its scales vary within the sum")
-    if found is None:
+    if matrices is None:
         return Refusal("it has axes besides rows, groups and those of two matrices")
     reason = why_not_codes(a)
     if reason is not None:
@@ -58,13 +58,13 @@ def plan(a: Matmul, env: Env) -> Grouped | Refusal:
     if groups.sizes.shape != (a.extents[groups.group],):
         return Refusal(f"sizes {groups.sizes.shape} are not one per group")
     rows, (m, n, k) = a.extents[groups.rows], a.sizes
-    if rows < 128 or n < 128 or (k if found.k else m) < 128:
+    if rows < 128 or n < 128 or (k if matrices.k else m) < 128:
         return Refusal(f"{rows} rows of {m * k} by {n} are smaller than a block")
     per_group = rows / groups.sizes.shape[0]
-    if found.k and per_group < MAX_ROWS:  # turning the weights would outweigh it
+    if matrices.k and per_group < MAX_ROWS:  # turning the weights would outweigh it
         what = f"{per_group:.0f} rows a group"
         return Refusal(f"{what}: the kernel is for {MAX_ROWS} at least")
-    return Grouped(bool(found.k), env.is_interpreted)
+    return Grouped(bool(matrices.k), env.is_interpreted)
 
 
 def _rows(of: Matmul, interpret: bool) -> jax.Array:
@@ -73,8 +73,8 @@ def _rows(of: Matmul, interpret: bool) -> jax.Array:
     a, sa = _laid(of.lhs, of.labels[0], (rows, k))
     b, sb = _laid(of.rhs, of.labels[1], (group, n, k))
     sizes = a.shape[0], b.shape[1]
-    num_rows, num_n = max(up(sizes[0], 8), 128), max(up(sizes[1], 64), 128)
-    num_k = up(a.shape[1], 128)
+    num_rows, num_n = max(round_up(sizes[0], 8), 128), max(round_up(sizes[1], 64), 128)
+    num_k = round_up(a.shape[1], 128)
     a, b = views.pad_to(a, (num_rows, num_k)), views.pad_to(b, (len(b), num_n, num_k))
     sa, sb = views.pad_to(sa[:, 0], (num_rows,)), views.pad_to(sb[:, :, 0], b.shape[:2])
     out = _rows_call(of.dtype, interpret)(a, b, sa, sb, of.groups.sizes)
@@ -86,16 +86,17 @@ def _sums(of: Matmul, interpret: bool) -> jax.Array:
     rows = (of.groups.rows,)
     a, sa = _laid(of.lhs, of.labels[0], (of.matrices.m, rows))
     b, sb = _laid(of.rhs, of.labels[1], (of.matrices.n, rows))
-    m, n, num_k = a.shape[0], b.shape[0], up(a.shape[1], 128)
-    a = views.pad_to(a, (max(up(m, 8), 128), num_k))
-    b = views.pad_to(b, (max(up(n, 64), 128), num_k))
+    m, n, num_k = a.shape[0], b.shape[0], round_up(a.shape[1], 128)
+    a = views.pad_to(a, (max(round_up(m, 8), 128), num_k))
+    b = views.pad_to(b, (max(round_up(n, 64), 128), num_k))
     sa, sb = (views.pad_to(s[:, 0], v.shape[:1]) for s, v in ((sa, a), (sb, b)))
     out = _sums_call(of.dtype, interpret)(a, b, sa, sb, of.groups.sizes)
     return views.crop_to(out, (out.shape[0], m, n))
 
 
 def _laid(x, labels: Labels, sides: tuple[Labels, ...]):
-    """(codes, scales in float32), an axis per side; scales vary along all but the last."""
+    """Returns (codes, scales in float32) with an axis for each of `sides`. Scales vary along all
+    of them but the last."""
     order = [labels.index(a) for side in sides for a in side]
     codes = codes_of(x).transpose(order)
     shape = [math.prod(codes_of(x).shape[labels.index(a)] for a in s) for s in sides]
@@ -124,7 +125,7 @@ def _rows_call(out_dtype, interpret: bool) -> Callable:
         return hopper_grouped.grouped_rows(a, b, sa, sb, sizes, out_dtype, blocks, interpret)  # fmt: skip
 
     axes, whole = "r k, g n k, r, g n, g -> r n", ("r", "k", "g")
-    return as_function(kernel, plain, axes, whole, can_place=not interpret)
+    return as_function(kernel, plain, axes, whole, can_partition=not interpret)
 
 
 @functools.cache
@@ -144,4 +145,4 @@ def _sums_call(out_dtype, interpret: bool) -> Callable:
         return hopper_grouped.grouped_sums(a, b, sa, sb, sizes, out_dtype, blocks, interpret)  # fmt: skip
 
     axes, whole = "m r, n r, m, n, g -> g m n", ("r", "g")
-    return as_function(kernel, plain, axes, whole, can_place=not interpret)
+    return as_function(kernel, plain, axes, whole, can_partition=not interpret)

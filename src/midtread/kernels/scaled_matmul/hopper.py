@@ -9,7 +9,7 @@ them; a caller that has it otherwise transposes, and XLA merges that with the qu
 Each of the GPU's multiprocessors runs one program for good (`over_blocks`). One warpgroup
 fetches blocks with the copy engine (TMA) into a ring of buffers, the others multiply: the
 ring hides the memory, and the walk over output blocks (a snake, `width` blocks wide) shares
-what L2 holds. scaled_matmul/hopper_tiled.py and scaled_matmul/hopper_grouped.py walk the same way to other blocks.
+what L2 has. hopper_tiled.py and hopper_grouped.py walk the same way to other blocks.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class Job(NamedTuple):
 
     inputs: list  # what to fetch from, in global memory
     specs: list  # BlockSpecs of what a step fetches
-    steps: Any  # how many; in an example None where it differs from job to job
+    steps: Any  # how many there are; None in an example if that differs from job to job
     step: Callable  # (index, *blocks in shared memory, carry) -> carry
     finish: (
         Callable  # (run, out_smem): makes a carry, runs the steps, writes the result
@@ -93,9 +93,9 @@ def over_blocks(find: Callable, count, example: Job, out_dtype, *, groups, stage
     """Runs the jobs `find(0) .. find(count - 1)`, which all programs share.
 
     Args:
-        find: the job at an index; called by every warpgroup.
-        example: whose inputs and specs are like those of all jobs.
-        groups: warpgroups that multiply.
+        find: returns the job at an index; every warpgroup calls it.
+        example: a job whose inputs and specs are like those of all jobs.
+        groups: how many warpgroups multiply.
     """
     # Where every job uses each buffer of the ring equally often, the fetching warpgroup need
     # not wait for a job's end: it begins the next one while the others write their results.
@@ -193,7 +193,7 @@ def squares(out, out_smem, dtype):
 
 
 def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
-    """The BlockSpecs of both operands; sums start at column `first`, by default at 0."""
+    """Returns the BlockSpecs of both operands; sums start at column `first`, by default 0."""
     shared = ("pair",) if blocks.pair else ()
     width, index_map = blocks.k, lambda i: (0, i)
     if first is not None:
@@ -216,10 +216,12 @@ def code_specs(a_gmem, b_gmem, blocks: ScaledBlocks, first=None) -> list:
 
 
 def multiplying(blocks: ScaledBlocks, dtype, wg, write: Callable, edit=None):
-    """(step, finish) of a job that sums products of codes and calls `write(sum, out_smem)`.
+    """Returns (step, finish) of a job that sums products of codes and calls `write(sum,
+    out_smem)`.
 
     Args:
-        edit: (index, the part of a_smem that this warpgroup multiplies), before it does.
+        edit: called with the index of a step and the part of a_smem that this warpgroup is
+            about to multiply.
     """
     wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
     rows, columns = blocks.mine(wg)
@@ -241,7 +243,7 @@ def multiplying(blocks: ScaledBlocks, dtype, wg, write: Callable, edit=None):
 
 
 def scaled_by(out, sa_gmem, row, sb_gmem, column):
-    """A warpgroup's block times the scales of its rows and columns, or one scale for all."""
+    """Multiplies a warpgroup's block by the scales of its rows and columns, or by one scale."""
     for axis, scales, start in ((0, sa_gmem, row), (1, sb_gmem, column)):
         if scales.shape[0] == 1:
             out = out * scales[0]
@@ -297,7 +299,7 @@ def scaled_matmul(
     blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] of codes and float32 scales, one for each row and column, or one for all.
+    """Returns [M, N] of codes and float32 scales, one for each row and column, or one for all.
     Blocks that reach beyond the edge read zeros there."""
     m, n = a_MK.shape[0], b_NK.shape[0]
     if interpret:  # the interpreter has no clusters

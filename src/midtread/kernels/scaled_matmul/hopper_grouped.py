@@ -49,14 +49,15 @@ class GroupBounds(NamedTuple):
 
 
 def group_bounds(sizes: jax.Array, num_rows: int) -> GroupBounds:
+    """Computes where groups of these sizes start and end."""
     ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), num_rows)
     ends = jnp.append(ends, num_rows).astype(jnp.int32)
     return GroupBounds(jnp.append(0, ends[:-1]).astype(jnp.int32), ends)
 
 
 def row_blocks(groups: GroupBounds, num_rows: int, block: int) -> jax.Array:
-    """[4, blocks + 1] int32. Each block has a column: its group, its first row, and the start and
-    end of the group. The last column holds the number of blocks."""
+    """Returns int32 [4, blocks + 1]. Each block has a column: its group, its first row, and the
+    start and end of the group. The last column has the number of blocks."""
     starts, ends = groups
     first = starts // STRIP * STRIP
     counts = jnp.where(ends > starts, -((first - ends) // block), 0)
@@ -123,8 +124,8 @@ def _rows_body(
 
 
 def _send_within(out, corner, span, out_smem, out_gmem, edge_gmem, edges):
-    """Writes the rows of a block that lie in whole strips of `span` to their place, and
-    strips that the span cuts to the rows `edges` of a side array."""
+    """Writes the rows of a block that lie in whole strips of `span` to the result, and strips
+    that the span cuts to the rows `edges` of a side array."""
     (row, column), (start, end) = corner, span
     low = lax.div(start + STRIP - 1, STRIP) * STRIP
     high = lax.div(end, STRIP) * STRIP
@@ -165,7 +166,7 @@ def _send_within(out, corner, span, out_smem, out_gmem, edge_gmem, edges):
 
 
 def _with_edges(out: jax.Array, edges: jax.Array, groups: GroupBounds) -> jax.Array:
-    """`out` with the rows of those strips that two groups share, from the side array."""
+    """Puts the rows of strips that two groups share, which are in the side array, into `out`."""
     cuts = jnp.stack(groups, axis=1)[:, :, None]  # [groups, 2, 1]
     rows = cuts // STRIP * STRIP + jnp.arange(STRIP, dtype=jnp.int32)
     starts, ends = (part[:, None, None] for part in groups)
@@ -188,7 +189,7 @@ def grouped_rows(
     blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[R, N] of codes and float32 scales: each row with its group's matrix."""
+    """Returns [R, N] of codes and float32 scales: each row times its group's matrix."""
     num_rows, (num_groups, n, _) = a_RK.shape[0], b_GNK.shape
     if interpret:
         blocks = dataclasses.replace(blocks, pair=False)
@@ -271,7 +272,7 @@ def grouped_sums(
     blocks: ScaledBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[G, M, N] of codes and float32 scales: sums over the rows of each group."""
+    """Returns [G, M, N] of codes and float32 scales: sums over the rows of each group."""
     (m, num_rows), n = a_MR.shape, b_NR.shape[0]
     if interpret:
         blocks = dataclasses.replace(blocks, pair=False)

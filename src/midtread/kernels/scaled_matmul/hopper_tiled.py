@@ -46,12 +46,12 @@ from midtread.kernels.scaled_matmul.hopper import (
 
 TILE, ROWS, GROUPS, WIDTH = 128, 64, 3, 8
 CTA = ROWS * GROUPS, TILE
-FREE = 8  # the first of the barriers that Mosaic leaves alone: it has one a warpgroup
+FREE = 8  # the first barrier that Mosaic does not use; it uses one for each warpgroup
 
 
 def _turn(action: str) -> None:
-    """Two warpgroups at a barrier: "sync" waits for the one before, "arrive" lets the next
-    one start."""
+    """Makes warpgroups take turns at a barrier: "sync" waits for the one before, and "arrive"
+    lets the next one start."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=())
     def run(ctx):
@@ -99,11 +99,13 @@ def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bo
             j = j * 2 + lax.axis_index("pair")
         wg = lax.axis_index("wg")
         mine = pl.ds(wg * ROWS, ROWS)
-        tile = lax.min(j, n // TILE - 1)  # of a pair one may stick out altogether
+        tile = lax.min(
+            j, n // TILE - 1
+        )  # one program of a pair may lie outside altogether
 
         def step(index, a_smem, b_smem, sa_smem, *rest):
             *sb_smem, total = rest
-            # What fits into registers is loaded before the tensor cores are waited for.
+            # What fits into registers is loaded before this waits for the tensor cores.
             layout = plgpu.Layout.WGMMA
             sa = load_slice(sa_smem.at[0], wg * ROWS, ROWS, layout.reduce(1))
             if not by_column:
@@ -144,7 +146,7 @@ def tiled_matmul(
     out_dtype,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N]; `sb_TN` may have one entry per 128 columns."""
+    """Returns [M, N] of codes and scales; `sb_TN` may have one entry per 128 columns."""
     stages = 4 if jnp.dtype(out_dtype).itemsize == 2 else 3
     native = not interpret  # the interpreter has no clusters and no single threads
     return launch(

@@ -9,7 +9,7 @@ from midtread.kernels.tuned import table
 
 
 def scaled_blocks(out_dtype, shape: tuple[int, int]) -> ScaledBlocks:
-    """The blocks of a scaled matmul whose result has this shape."""
+    """Returns the blocks of a scaled matmul whose result has this shape."""
     if min(shape) < 256:
         blocks = ScaledBlocks(64, 128, 128, split="m")
     else:
@@ -20,7 +20,7 @@ def scaled_blocks(out_dtype, shape: tuple[int, int]) -> ScaledBlocks:
 
 
 def grouped_blocks(out_dtype, per_group: int, columns: int) -> ScaledBlocks:
-    """The blocks of a grouped matmul, for `per_group` rows in a group on average."""
+    """Returns the blocks of a grouped matmul, for `per_group` rows in a group on average."""
     blocks = scaled_blocks(out_dtype, (per_group, columns))
     pair = table(__file__)["scaled"].get("pair", False) and per_group >= 1024
     return dataclasses.replace(blocks, pair=pair)

@@ -106,7 +106,7 @@ class Grouped(NamedTuple):
             out = _hopper_call(self)(x_RK, codes, readable(over(scale)), a.groups.sizes)
         else:
             out = self._by_triton(x_RK, codes, over(scale), zero, a.groups.sizes)
-        return a.in_order(out)
+        return a.result(out)
 
     def _by_triton(self, x_RK, codes_GKN, scale_GTN, zero_GTN, sizes) -> jax.Array:
         planes = triton_words.num_planes(self.fmt)
@@ -177,7 +177,9 @@ def _hopper_call(plan: Grouped) -> Callable:
         return hopper_grouped.grouped_matmul(x, held, scale, sizes, **how)
 
     axes, whole = "r k, g k n, g t n, g -> r n", ("r", "k", "g", "t")
-    return as_function(kernel, plain, axes, whole, can_place=not plan.is_interpreted)
+    return as_function(
+        kernel, plain, axes, whole, can_partition=not plan.is_interpreted
+    )
 
 
 @functools.cache

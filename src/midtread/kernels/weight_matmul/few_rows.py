@@ -217,8 +217,8 @@ def _hopper_call(plan: Hopper) -> Callable:
 
     axes = "m k, k n, g n -> m n" if is_grouped else "m k, k n, n -> m n"
     replicated = ("k", "g") if is_grouped else ("k",)
-    can_place = not plan.is_interpreted
-    return as_function(kernel, plain, axes, replicated, can_place=can_place)
+    can_partition = not plan.is_interpreted
+    return as_function(kernel, plain, axes, replicated, can_partition=can_partition)
 
 
 @functools.cache

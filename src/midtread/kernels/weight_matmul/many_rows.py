@@ -132,8 +132,8 @@ def _call(plan: ManyRows) -> Callable:
         codes = decoding.as_bytes(codes)
         return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **how)
 
-    can_place = not plan.is_interpreted
-    return as_function(kernel, plain, "m k, k n, g n -> m n", ("k", "g"), can_place)
+    can_partition = not plan.is_interpreted
+    return as_function(kernel, plain, "m k, k n, g n -> m n", ("k", "g"), can_partition)
 
 
 @functools.cache
@@ -154,5 +154,5 @@ def _codes_call(plan: ManyRows) -> Callable:
         arrays = x, decoding.as_bytes(w), columns.reshape(1, -1), rows
         return prefill_matmul(*arrays, fmt=fmt, blocks=blocks, **how)
 
-    can_place = not plan.is_interpreted
-    return as_function(kernel, plain, "m k, k n, m, n -> m n", ("k",), can_place)
+    can_partition = not plan.is_interpreted
+    return as_function(kernel, plain, "m k, k n, m, n -> m n", ("k",), can_partition)
