@@ -20,6 +20,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
@@ -264,6 +265,16 @@ def set_on_all(model: nnx.Module, **attributes: Any) -> None:
         for name, value in attributes.items():
             if value is not None or name in vars(module):  # the class has None already
                 _set_data(module, name, value)
+
+
+def add_statistics(model: nnx.Module, after: nnx.Module) -> None:
+    """Adds the statistics that `after`, the model after an abstract run, has, at zero."""
+    modules = dict(nnx.iter_modules(after))
+    for path, module in list(nnx.iter_modules(model)):
+        for name, var in vars(modules[path]).items():
+            if isinstance(var, QuantStat) and not hasattr(module, name):
+                zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), read(var))
+                setattr(module, name, QuantStat(zeros))
 
 
 def _set_data(module: nnx.Module, name: str, value: Any) -> None:

@@ -48,14 +48,14 @@ def operand(
         tiled = tiled or bool(fmt.tile or views.tiled_axes(x))
         tile = _tile(x.qvalue.shape, x.scale.shape) if tiled else ()
     elif spec is not None and is_float(x):
-        fmt, tile = spec.format, _placed_tile(spec, x.shape, c, side)
+        fmt, tile = spec.format, _tile_of_spec(spec, x.shape, c, side)
     else:
         return Operand(dtype_text(x.dtype), False, size * dtype_bits(x.dtype) // 8)
     text = format_text(fmt, tile)
     return Operand(text, True, _packed(size, fmt), dtype_text(fmt.dtype))
 
 
-def _placed_tile(spec: Any, shape: tuple, c: Contraction, side: str) -> tuple:
+def _tile_of_spec(spec: Any, shape: tuple, c: Contraction, side: str) -> tuple:
     """Returns the tile of a Spec on the axes of a contraction, () without one."""
     if not spec.tiles:
         return ()

@@ -78,10 +78,10 @@ def tile_of(shape: tuple[int, ...], largest: int) -> tuple[int, int] | None:
 def zeros(moment: Moment | None, path: str, p: Any, is_wide: Callable) -> Any:
     """The moment of a parameter that has seen no gradient."""
     size = math.prod(p.shape)
-    found = None if moment is None else tile_of(p.shape, moment.tile)
-    if moment is None or found is None or size < SMALL or is_wide(path):
+    tiling = None if moment is None else tile_of(p.shape, moment.tile)
+    if moment is None or tiling is None or size < SMALL or is_wide(path):
         return jnp.zeros(p.shape, jnp.float32)
-    axis, tile = found
+    axis, tile = tiling
     counts = tuple(n // tile if a == axis else n for a, n in enumerate(p.shape))
     fmt = formats.as_format(moment.format)
     return QArray(

@@ -59,8 +59,8 @@ def _each(fn: Callable, grads: Any, *trees: Any) -> tuple[Any, ...]:
     """`fn(path, g, ...)` of every parameter, each of its results as a tree."""
     flat, structure = jax.tree_util.tree_flatten_with_path(grads)
     others = [structure.flatten_up_to(tree) for tree in trees]
-    made = [fn(path, g, *parts) for (path, g), *parts in zip(flat, *others)]
-    return tuple(jax.tree.unflatten(structure, list(part)) for part in zip(*made))
+    results = [fn(path, g, *parts) for (path, g), *parts in zip(flat, *others)]
+    return tuple(jax.tree.unflatten(structure, list(part)) for part in zip(*results))
 
 
 def scale_by_adam(

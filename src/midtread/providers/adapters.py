@@ -46,10 +46,10 @@ def lora_params(tree: Any) -> dict:
     Returns:
         A nested dict of arrays, named as in the model.
     """
-    found = {p: v for p, v in _flat(tree).items() if str(p[-1]).endswith(ADAPTERS)}
+    adapters = {p: v for p, v in _flat(tree).items() if str(p[-1]).endswith(ADAPTERS)}
     if isinstance(tree, nnx.Module):
-        found = {p: flaxlib.unbox(v) for p, v in found.items()}
-    return flax.traverse_util.unflatten_dict(found)
+        adapters = {p: flaxlib.unbox(v) for p, v in adapters.items()}
+    return flax.traverse_util.unflatten_dict(adapters)
 
 
 def with_lora(tree: Any, adapters: Any) -> Any:
@@ -70,23 +70,23 @@ def with_lora(tree: Any, adapters: Any) -> Any:
         ValueError: An adapter of a weight that the model does not have, or of another shape.
     """
     flat, changes = _flat(tree), {}
-    places = {_key(path): path for path in flat}
+    paths = {_key(path): path for path in flat}
     for path, value in _flat(adapters).items():
         key = _key(path)
         weight = key.removesuffix(ADAPTERS[0]).removesuffix(ADAPTERS[1])
-        if weight == key or weight not in places:
+        if weight == key or weight not in paths:
             raise ValueError(f"{key} is not an adapter of this model's.")
-        place = places.get(key, (*places[weight][:-1], path[-1]))
-        held = flat.get(place)
-        if held is None:
-            base = flat[places[weight]]
+        target = paths.get(key, (*paths[weight][:-1], path[-1]))
+        own = flat.get(target)
+        if own is None:
+            base = flat[paths[weight]]
             base = base.array.qvalue if isinstance(base, WithAux) else base
             unnamed = (None,) * value.ndim
-            changes[place] = as_lora_variable(flaxlib.like(base, value, unnamed))
+            changes[target] = as_lora_variable(flaxlib.like(base, value, unnamed))
             continue
-        _check_shape(key, value, flaxlib.unbox(held))
+        _check_shape(key, value, flaxlib.unbox(own))
         is_boxed = isinstance(value, nn.meta.AxisMetadata)
-        changes[place] = value if is_boxed else flaxlib.like(held, value)
+        changes[target] = value if is_boxed else flaxlib.like(own, value)
     return _changed(tree, changes)
 
 
@@ -115,10 +115,10 @@ def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -
     """
     flat, changes, any_boxed = _flat(tree), {}, False
     for path, a, b in _pairs(flat):
-        held, factors = flat[path], _known(provider, path)
+        box, factors = flat[path], _known(provider, path)
         delta = factors.delta(flaxlib.unbox(flat[a]), flaxlib.unbox(flat[b]))
-        any_boxed |= isinstance(held, WithAux)
-        changes |= {path: _plus(held, delta, requantize), a: None, b: None}
+        any_boxed |= isinstance(box, WithAux)
+        changes |= {path: _plus(box, delta, requantize), a: None, b: None}
     if requantize and not any_boxed:
         raise ValueError("requantize=True, but no weight with adapters is quantized.")
     out = _changed(tree, changes)
@@ -150,11 +150,11 @@ def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
         ValueError: A weight that was quantized after it was merged.
     """
     flat, changes = _flat(tree), {}
-    places = {_key(path): path for path in flat}
+    paths = {_key(path): path for path in flat}
     own = _flat(adapters)
-    for path, a, b in _pairs(own, places):
-        held = flat[path]
-        if isinstance(held, WithAux):
+    for path, a, b in _pairs(own, paths):
+        box = flat[path]
+        if isinstance(box, WithAux):
             raise ValueError(  # noqa: TRY004
                 f"{_key(path)} is quantized: what was added to it cannot be taken away. "
                 "Keep the weight it was merged from."
@@ -162,7 +162,7 @@ def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
         delta = _known(provider, path).delta(
             flaxlib.unbox(own[a]), flaxlib.unbox(own[b])
         )
-        changes[path] = _plus(held, -delta, False)
+        changes[path] = _plus(box, -delta, False)
     out = with_lora(_changed(tree, changes), adapters)
     if isinstance(out, nnx.Module):
         flaxlib.adopt_nnx(out, provider, provider._method)
@@ -239,10 +239,10 @@ def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
                 f"{factors.scale}."
             )
     loaded = {}
-    for place, value in own.items():
-        new = saved[_key(place)]
-        _check_shape(_key(place), new, flaxlib.unbox(value))
-        loaded[place] = jnp.asarray(new).astype(flaxlib.unbox(value).dtype)
+    for own_path, value in own.items():
+        new = saved[_key(own_path)]
+        _check_shape(_key(own_path), new, flaxlib.unbox(value))
+        loaded[own_path] = jnp.asarray(new).astype(flaxlib.unbox(value).dtype)
     return with_lora(tree, flax.traverse_util.unflatten_dict(loaded))
 
 
@@ -310,26 +310,26 @@ def _known(provider: LoraProvider, path: Sequence[Any]) -> Factors:
     return factors
 
 
-def _plus(held: Any, delta: jax.Array, requantize: bool) -> Any:
+def _plus(box: Any, delta: jax.Array, requantize: bool) -> Any:
     """A weight plus delta, in the weight's box."""
-    if not isinstance(held, WithAux):
-        weight = flaxlib.unbox(held)
+    if not isinstance(box, WithAux):
+        weight = flaxlib.unbox(box)
         total = weight.astype(jnp.float32) + delta.reshape(weight.shape)
-        return flaxlib.like(held, total.astype(weight.dtype))
-    array = flaxlib.unbox(held.array)
+        return flaxlib.like(box, total.astype(weight.dtype))
+    array = flaxlib.unbox(box.array)
     total = dequantize(array).astype(jnp.float32) + delta.reshape(array.shape)
     total = total.astype(array.dtype)
-    box = held.array.qvalue
+    codes = box.array.qvalue
     if not requantize:
-        return flaxlib.like(box, total)
-    made = WithAux(quantize_like(held, total), held.how)
-    return jax.tree.map(lambda v: flaxlib.like(box, v), made)
+        return flaxlib.like(codes, total)
+    quantized = WithAux(quantize_like(box, total), box.how)
+    return jax.tree.map(lambda v: flaxlib.like(codes, v), quantized)
 
 
-def _check_shape(name: str, new: Any, held: Any) -> None:
-    if tuple(new.shape) != tuple(held.shape):
+def _check_shape(name: str, new: Any, own: Any) -> None:
+    if tuple(new.shape) != tuple(own.shape):
         raise ValueError(
-            f"{name} has shape {tuple(held.shape)} in the model, but {tuple(new.shape)} "
+            f"{name} has shape {tuple(own.shape)} in the model, but {tuple(new.shape)} "
             "is given."
         )
 

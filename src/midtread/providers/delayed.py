@@ -46,9 +46,8 @@ from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule
 from midtread.numerics import calibration
 from midtread.numerics.calibration import AmaxHistory
-from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import as_format
-from midtread.numerics.qarray import QArray
+from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.api import Ops
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_tensor
 from midtread.ops.training import Ranges, largest, train
@@ -76,9 +75,9 @@ class AmaxState(nnx.Module):
             setattr(self, name, OverwriteWithGradient(value))
 
     def arrays(self) -> dict[str, jax.Array]:
-        found = vars(self).items()
+        attributes = vars(self).items()
         kind = OverwriteWithGradient
-        return {k: v.get_raw_value() for k, v in found if isinstance(v, kind)}
+        return {k: v.get_raw_value() for k, v in attributes if isinstance(v, kind)}
 
 
 class DelayedFp8Provider(QtProvider):
@@ -180,8 +179,7 @@ class DelayedFp8Provider(QtProvider):
             ("lhs", lhs, recipe.fwd.lhs),
             ("rhs", rhs, recipe.fwd.rhs),
         ):
-            ours = not isinstance(x, QArray) and is_wide(x.dtype)
-            if not ours or spec.method == "fixed":
+            if not is_float(x) or spec.method == "fixed":
                 after[side] = state[side]  # not ours to quantize, or known beforehand
                 continue
             meta, seen = jax.lax.stop_gradient((state[side], largest(x, spec)))
@@ -217,11 +215,11 @@ class DelayedFp8Provider(QtProvider):
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
         for path, module in list(nnx.iter_modules(model)):
-            for name, made in vars(after[path]).items():
-                if isinstance(made, AmaxState) and not hasattr(module, name):
+            for name, state in vars(after[path]).items():
+                if isinstance(state, AmaxState) and not hasattr(module, name):
                     first = {  # possibly one per layer of a scan
                         k: jnp.full(v.shape, k.endswith("_scale"), v.dtype)
-                        for k, v in made.arrays().items()
+                        for k, v in state.arrays().items()
                     }
                     setattr(module, name, AmaxState(first))
 
@@ -229,8 +227,8 @@ class DelayedFp8Provider(QtProvider):
 @functools.cache
 def _recipe(fnuz: bool, lhs: str, rhs: str, dlhs: str, drhs: str) -> Recipe:
     forward, backward = FP8[fnuz]
-    spec = lambda fmt, how: per_tensor(
-        fmt, calibration="delayed" if how == "absmax" else how
+    spec = lambda fmt, method: per_tensor(
+        fmt, calibration="delayed" if method == "absmax" else method
     )
     return Recipe(
         Fwd(spec(forward, lhs), spec(forward, rhs)),
@@ -252,8 +250,8 @@ def _check_calibrations(rule: QtRule) -> None:
     given["bwd_calibration_method"] = bwd = rule.bwd_calibration_method
     given[DRHS] = drhs = more.pop(DRHS, bwd)
     for name, text in given.items():
-        how = calibration.parse(text)
-        if how.method not in SIZES or how.is_asymmetric:
+        parsed = calibration.parse(text)
+        if parsed.method not in SIZES or parsed.is_asymmetric:
             raise ValueError(
                 f"rule {rule.module_path!r}: {name}={text}, but a delayed scale has a "
                 f"window around 0: {', '.join(SIZES)} (fixed,-a,a)."
@@ -298,9 +296,9 @@ def _names(side: str) -> dict[str, str]:
     return {part: f"{NAMES[side]}_{part}" for part in ("amax_history", "scale")}
 
 
-def _unflatten(held: Mapping[str, jax.Array]) -> dict[str, Meta]:
+def _unflatten(arrays: Mapping[str, jax.Array]) -> dict[str, Meta]:
     return {
-        side: {part: held[name] for part, name in _names(side).items()}
+        side: {part: arrays[name] for part, name in _names(side).items()}
         for side in NAMES
     }
 
@@ -313,20 +311,20 @@ def _variables(module: Any, op_id: str, length: int) -> Mapping[str, jax.Array]:
         for part, name in _names(side).items()
     }
     if isinstance(module, nn.Module):
-        held = _linen_variables(module, op_id, first)
+        arrays = _linen_variables(module, op_id, first)
     else:
         name = f"{op_id}{COLLECTION}"
         if not hasattr(module, name):
             setattr(module, name, AmaxState(first()))
-        held = getattr(module, name).arrays()
-    found = held["input_amax_history"].shape
-    if found != (length,):
+        arrays = getattr(module, name).arrays()
+    shape = arrays["input_amax_history"].shape
+    if shape != (length,):
         raise ValueError(
             f"{flaxlib.path_of(module)!r}: {op_id} has amax histories of shape "
-            f"{found}, the provider has history={length}. In a scan over layers, name "
+            f"{shape}, the provider has history={length}. In a scan over layers, name "
             f"{COLLECTION!r} in variable_axes."
         )
-    return held
+    return arrays
 
 
 def _linen_variables(module: nn.Module, op_id: str, first) -> Mapping[str, jax.Array]:

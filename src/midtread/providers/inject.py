@@ -110,9 +110,11 @@ class _Injected(nn.Module):
                 f"call model.apply(..., mutable=[{COLLECTION!r}])."
             )
         key = self._key(Recipe(Fwd(None, self.recipe.fwd.rhs)))
-        made = _quantize(spec, jax.lax.stop_gradient(rhs), key, "/".join(self.path))
-        self.put_variable(COLLECTION, "rhs", made)
-        return made
+        quantized = _quantize(
+            spec, jax.lax.stop_gradient(rhs), key, "/".join(self.path)
+        )
+        self.put_variable(COLLECTION, "rhs", quantized)
+        return quantized
 
     def _weight(self, rhs: Any) -> Any:
         """What stands for rhs: itself, or what was stored when it was converted."""
@@ -229,6 +231,6 @@ def remove_float_params(params: Any, quantized: Any) -> Any:
                 "Removed in the place of those that are to go."
             )
         for path in alike:
-            held = flaxlib.unbox(flat[path])
-            flat[path] = Removed(tuple(held.shape), jnp.dtype(held.dtype))
+            weight = flaxlib.unbox(flat[path])
+            flat[path] = Removed(tuple(weight.shape), jnp.dtype(weight.dtype))
     return flax.traverse_util.unflatten_dict(flat)

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from midtread.kernels import xla
 from midtread.model import everyop, flaxlib, intercept, running
@@ -33,13 +32,13 @@ from midtread.model.quantize import abstract_call
 from midtread.model.rules import QuantizationRule, field_names, recipe_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.formats import as_format
-from midtread.numerics.qarray import calibrate
+from midtread.numerics.qarray import calibrate, is_float
 from midtread.numerics.spec import Spec
 from midtread.providers import litert_ops as table
 from midtread.providers import litert_own
 from midtread.providers.litert_kinds import Kinds
 from midtread.providers.litert_matmuls import Matmuls
-from midtread.providers.litert_ops import Edge, Edges, grid_of, is_float
+from midtread.providers.litert_ops import Edge, Edges, grid_of
 from midtread.providers.litert_rules import as_range, check_activations, check_rule
 
 CALLS = {**everyop.FUNCTIONS, "take": jnp.take, "getitem": operator.getitem}
@@ -103,10 +102,10 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return everyop.installed()
 
     def handlers(self):
-        found = super().handlers()
+        handlers = super().handlers()
         for name, row in table.FUNCTIONS.items():
-            found[name] = functools.partial(self._function, row, CALLS[name])
-        return found | {
+            handlers[name] = functools.partial(self._function, row, CALLS[name])
+        return handlers | {
             "ufunc": self._ufunc,
             "custom_jvp": self._custom_jvp,
             "bind": self._bind,
@@ -233,14 +232,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
     def prepare_nnx(self, model, method, inputs, kwargs, rngs) -> None:
         """Adds the statistics that a first run would, at zero."""
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
-        for path, module in list(nnx.iter_modules(model)):
-            for name, var in vars(after[path]).items():
-                if isinstance(var, flaxlib.QuantStat) and not hasattr(module, name):
-                    zeros = jax.tree.map(
-                        lambda a: jnp.zeros(a.shape, a.dtype), flaxlib.read(var)
-                    )
-                    setattr(module, name, flaxlib.QuantStat(zeros))
+        flaxlib.add_statistics(model, abstract_call(model, method, inputs, kwargs))
 
     # --- edges --------------------------------------------------------------------------
 
@@ -269,7 +261,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
 
     def _quantized(self, x: Any, rule, name: str) -> Any:
         """An op's input: quantized as its producer wants, else as this op's rule does."""
-        if not hasattr(x, "dtype") or not is_float(x):
+        if not is_float(x):
             return x
         edge = self._edges[x]
         if edge.weight is not None:
@@ -283,11 +275,11 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             op = re.split(r"\d", name)[0]
             self._note(op, "there is no range for it, as Qwix gathers none")
             return x
-        out = self._placed(x, rule, name, edge.fixed)
+        out = self._put_on_grid(x, rule, name, edge.fixed)
         self._edges[x] = dataclasses.replace(edge, twin=(rule, out))
         return out
 
-    def _placed(self, x: jax.Array, rule, name: str, fixed=None) -> jax.Array:
+    def _put_on_grid(self, x: jax.Array, rule, name: str, fixed=None) -> jax.Array:
         """`x` on a grid, now."""
         on_grid = self._grid(x, rule, name, fixed)
         out = on_grid(x, sums=self._edges[x].sums)
@@ -426,6 +418,6 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return run(x, *rest, **kwargs)
 
 
-def _straight_through(range_, grid, x: jax.Array, **how) -> jax.Array:
+def _straight_through(range_, grid, x: jax.Array, **options) -> jax.Array:
     inside = table.clipped(x, range_)
-    return inside + jax.lax.stop_gradient(grid(x, **how) - inside)
+    return inside + jax.lax.stop_gradient(grid(x, **options) - inside)

@@ -247,8 +247,8 @@ class OdmlConversionProvider(OdmlQatProvider):
                 "no file can. Convert with use_running_average=True (NNX: model.eval())."
             )
         if isinstance(module, nn.Module):
-            held = module.variables["batch_stats"]
-            moments = held["mean"], held["var"]
+            stats = module.variables["batch_stats"]
+            moments = stats["mean"], stats["var"]
         else:
             moments = module.mean.get_value(), module.var.get_value()
         params = flaxlib.params_of(module)
@@ -261,7 +261,7 @@ class OdmlConversionProvider(OdmlQatProvider):
         return np.asarray(gain), np.asarray(shift)
 
 
-def annotated(grid: Grid, x: jax.Array, **how: Any) -> jax.Array:
+def annotated(grid: Grid, x: jax.Array, **options: Any) -> jax.Array:
     """`x` on the grid, for JAX; for the converter an array that has this grid."""
     scale = np.asarray(grid.scale, np.float32)
     if not (np.isfinite(scale).all() and (scale > 0).all()):
@@ -277,7 +277,7 @@ def annotated(grid: Grid, x: jax.Array, **how: Any) -> jax.Array:
         attributes["zero_point"] = np.asarray(grid.zero_point, np.int64).reshape(-1)
     if axes:
         attributes["quantization_dimension"] = axes[0]
-    run = functools.partial(grid, **how)
+    run = functools.partial(grid, **options)
     return _composite("quant.fake_quant", run, x, attributes)
 
 
@@ -287,8 +287,8 @@ def _composite(name: str, run: Callable, x: jax.Array, attributes: dict) -> jax.
 
 def _is_ours(name: str) -> bool:
     """Whether Qwix has no such statistics: of a primitive by itself, of an inverse."""
-    found = re.match(r"\D+(\d+)(.*)", name)
-    return found is not None and (int(found[1]) >= LATE or found[2] == "_inverse")
+    match = re.match(r"\D+(\d+)(.*)", name)
+    return match is not None and (int(match[1]) >= LATE or match[2] == "_inverse")
 
 
 def _top(fmt: Format) -> int:
@@ -387,17 +387,17 @@ def _by_path(tree: Any, is_leaf: Callable = lambda d: False) -> dict[tuple, Any]
         tree = nnx.state(tree)
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
-    found: dict[tuple, Any] = {}
+    flat: dict[tuple, Any] = {}
 
     def walk(path: tuple, node: Any) -> None:
         if isinstance(node, Mapping) and not is_leaf(node):
             for name, child in node.items():
                 walk((*path, str(name)), child)
         else:
-            found[path] = flaxlib.unbox(node)
+            flat[path] = flaxlib.unbox(node)
 
     walk((), flax.core.unfreeze(tree if tree is not None else {}))
-    return found
+    return flat
 
 
 def _parts(path: str) -> tuple[str, ...]:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.model import flaxlib
+from midtread.numerics.qarray import is_float
 from midtread.providers.litert_ops import (
     KEEP_FUSION,
     Row,
-    is_float,
     to_multiples,
 )
 
@@ -205,10 +205,10 @@ class Kinds:
             pool = lambda x: call(x, window, strides, padding, counted)
         return self._on_same_grid(self.input(row, pool, (x,), {}), ties_away=True)
 
-    def _on_same_grid(self, out, **how):
+    def _on_same_grid(self, out, **options):
         edge = self._edges[out]
         if edge.on_grid is not None:
-            out = edge.on_grid(out, **how)
+            out = edge.on_grid(out, **options)
             self._edges[out] = edge
         return out
 
@@ -325,7 +325,7 @@ class Kinds:
             return self._output(run(x, *rest, **kwargs), rule)
         run(x)  # makes the parameters, on the first call
         x = self._quantized(x, rule, op_id)
-        q = lambda y, name: self._placed(y, rule, f"{op_id}_{name}")
+        q = lambda y, name: self._put_on_grid(y, rule, f"{op_id}_{name}")
         out = self._affine(_normal(self, module, x, axes, q, rule), module, rule)
         return self._output(out, rule)
 

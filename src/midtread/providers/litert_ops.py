@@ -28,7 +28,6 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.numerics.calibration import Range
-from midtread.numerics.dtypes import is_wide
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 
@@ -180,10 +179,6 @@ class Edges:
 
     def __setitem__(self, x: Any, edge: Edge) -> None:
         self._known[id(x)] = (x, edge)
-
-
-def is_float(x: Any) -> bool:
-    return is_wide(getattr(x, "dtype", None) or jnp.result_type(x))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -217,7 +217,7 @@ def handlers(provider: Any, ops: dict[str, Any]) -> dict[str, Callable]:
         raise ValueError(
             f"_ops has no {gone[0]!r} any more: put NoQuantOp there for one that stays float."
         )
-    found = {}
+    by_name = {}
     for path, make in ops.items():
         before = known.get(path)
         if make is before:
@@ -229,9 +229,9 @@ def handlers(provider: Any, ops: dict[str, Any]) -> dict[str, Callable]:
             )
         name = path.rpartition(".")[2]
         is_ours = before is not None and name in FUNCTIONS
-        found[name if is_ours else intercept.watch(path)] = make(
+        by_name[name if is_ours else intercept.watch(path)] = make(
             op_full_name=path,
             get_rule_and_op_id_fn=provider._get_current_rule_and_op_id,
             fake_quant_fn=None,
         )
-    return found
+    return by_name

@@ -117,8 +117,8 @@ class Factors:
 
     def origins(self, axes: Sequence[str]) -> tuple[int | None, ...]:
         """The weight's axis that each one is sharded like; XLA finds the others."""
-        places = {label: i for i, label in enumerate(self.weight)}
-        return tuple(places.get(axis[:1]) for axis in axes)
+        positions = {label: i for i, label in enumerate(self.weight)}
+        return tuple(positions.get(axis[:1]) for axis in axes)
 
     def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """What the adapters add to the weight as it is stored, in float32."""
@@ -181,22 +181,22 @@ class LoraProvider(PtqProvider):
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        how = {
+        options = {
             "precision": precision,
             "preferred_element_type": preferred_element_type,
             "out_sharding": out_sharding,
         }
-        found = self._find("dot_general", rhs)
-        if found is None:
-            return super().dot_general(lhs, rhs, dimension_numbers, **how)
-        out = super().dot_general(lhs, _frozen(rhs), dimension_numbers, **how)
+        match = self._find("dot_general", rhs)
+        if match is None:
+            return super().dot_general(lhs, rhs, dimension_numbers, **options)
+        out = super().dot_general(lhs, _frozen(rhs), dimension_numbers, **options)
         (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
         labels = string.ascii_lowercase[: rhs.ndim]
         batch = tuple(labels[i] for i in rhs_batch)
         summed = "".join(labels[i] for i in rhs_sum)
         rest = "".join(x for x in labels if x not in (*batch, *summed))
         factors = _factors(
-            found[0], labels, rhs.shape, (*batch, summed, "r"), (*batch, "r", rest), "r"
+            match[0], labels, rhs.shape, (*batch, summed, "r"), (*batch, "r", rest), "r"
         )
         front = tuple(range(len(batch)))
         inner = tuple(range(len(batch), len(batch) + len(summed)))
@@ -206,9 +206,9 @@ class LoraProvider(PtqProvider):
             axes = (lhs_sum, inner), (lhs_batch, front)
             x = jax.lax.dot_general(x, a, axes, precision)
             axes = ((x.ndim - 1,), (len(batch),)), (front, front)
-            return jax.lax.dot_general(x, b, axes, **how)
+            return jax.lax.dot_general(x, b, axes, **options)
 
-        return self._add_delta(out, lhs, *found, factors, delta)
+        return self._add_delta(out, lhs, *match, factors, delta)
 
     def einsum(self, subscripts: Any, /, *operands: Any, **kwargs) -> jax.Array:
         base = super().einsum
@@ -223,8 +223,8 @@ class LoraProvider(PtqProvider):
                 )
             return base(subscripts, *operands, **kwargs)
         lhs, rhs = operands
-        found = self._find("einsum", rhs)
-        if found is None:
+        match = self._find("einsum", rhs)
+        if match is None:
             return base(subscripts, lhs, rhs, **kwargs)
         out = base(subscripts, lhs, _frozen(rhs), **kwargs)
         kwargs.pop("_dot_general", None)
@@ -234,10 +234,10 @@ class LoraProvider(PtqProvider):
         shared = tuple(x for x in right if x in left)
         rest = tuple(x for x in right if x not in left)
         factors = _factors(
-            found[0], right, rhs.shape, (*shared, rank), (rank, *rest), rank
+            match[0], right, rhs.shape, (*shared, rank), (rank, *rest), rank
         )
         text = f"{left},{''.join(factors.a)},{''.join(factors.b)}->{output}"
-        module, name = intercept.current_module(), f"{found[1]}_lora_einsum_str"
+        module, name = intercept.current_module(), f"{match[1]}_lora_einsum_str"
         if isinstance(module, nnx.Module) and not hasattr(module, name):
             with contextlib.suppress(flax.errors.TraceContextError):
                 setattr(module, name, text)  # for people to look at
@@ -245,42 +245,44 @@ class LoraProvider(PtqProvider):
         def delta(x, a, b):
             return jnp.einsum(text, x, a, b, **kwargs)
 
-        return self._add_delta(out, lhs, *found, factors, delta)
+        return self._add_delta(out, lhs, *match, factors, delta)
 
     def conv_general_dilated(self, lhs: Any, rhs: Any, *args, **kwargs) -> jax.Array:
         base = super().conv_general_dilated
-        found = self._find("conv_general_dilated", rhs)
-        if found is None:
+        match = self._find("conv_general_dilated", rhs)
+        if match is None:
             return base(lhs, rhs, *args, **kwargs)
         names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation",
                  "dimension_numbers", "feature_group_count", "batch_group_count",
                  "precision", "preferred_element_type", "out_sharding")  # fmt: skip
-        how = {**dict(zip(names, args)), **kwargs}
+        options = {**dict(zip(names, args)), **kwargs}
         spec = jax.lax.conv_dimension_numbers(
-            lhs.shape, rhs.shape, how.get("dimension_numbers")
+            lhs.shape, rhs.shape, options.get("dimension_numbers")
         )
         if (spec.rhs_spec[0], spec.out_spec[1]) != (rhs.ndim - 1, lhs.ndim - 1):
             raise ValueError(
                 f"{self._here()}: adapters need a convolution whose output channels come "
                 f"last, in kernel and output, not {spec}."
             )
-        out = base(lhs, _frozen(rhs), **how)
+        out = base(lhs, _frozen(rhs), **options)
         labels = string.ascii_lowercase[: rhs.ndim]
-        groups = how.get("feature_group_count", 1) * how.get("batch_group_count", 1)
+        groups = options.get("feature_group_count", 1) * options.get(
+            "batch_group_count", 1
+        )
         factors = _factors(
-            found[0], labels, rhs.shape, (*labels[:-1], "r"), ("r", labels[-1]), "r"
+            match[0], labels, rhs.shape, (*labels[:-1], "r"), ("r", labels[-1]), "r"
         )
         factors = dataclasses.replace(factors, groups=groups)
 
         def delta(x, a, b):
-            last = {k: how.get(k) for k in ("precision", "preferred_element_type")}
-            first = {k: v for k, v in how.items() if k != "out_sharding"}
+            last = {k: options.get(k) for k in ("precision", "preferred_element_type")}
+            first = {k: v for k, v in options.items() if k != "out_sharding"}
             x = jax.lax.conv_general_dilated(x, a, **first)
             axes = (((x.ndim - 1,), (0,)), ((), ()))
-            last["out_sharding"] = how.get("out_sharding")
+            last["out_sharding"] = options.get("out_sharding")
             return jax.lax.dot_general(x, b.astype(x.dtype), axes, **last)
 
-        return self._add_delta(out, lhs, *found, factors, delta)
+        return self._add_delta(out, lhs, *match, factors, delta)
 
     def _here(self) -> str:
         return repr(flaxlib.path_of(intercept.current_module()))
@@ -290,8 +292,8 @@ class LoraProvider(PtqProvider):
         rule = self._rule_for(op)
         if not isinstance(rule, LoraRule):
             return None
-        found = _weight_of(self, intercept.current_module(), x)
-        return None if found is None else (rule, *found)
+        weight = _weight_of(self, intercept.current_module(), x)
+        return None if weight is None else (rule, *weight)
 
     def _add_delta(
         self, out: jax.Array, x: Any, rule, name: str, turn, factors: Factors, delta
@@ -330,32 +332,32 @@ class LoraProvider(PtqProvider):
     def _adapter(self, module, rule, weight, suffix, factors, axes, init) -> jax.Array:
         """The adapter beside a weight, made if it is not there."""
         name, shape = weight + suffix, factors.shape(axes)
-        held = _variable(module, name)
-        if held is None:
+        adapter = _variable(module, name)
+        if adapter is None:
             base = _variable(module, weight)
             dtype = (
                 base.dtype if isinstance(base, WithAux) else flaxlib.unbox(base).dtype
             )
             make = _Maker(rule, weight, init, shape, dtype, factors.origins(axes))
             if isinstance(module, nn.Module):
-                held = module.scope.param(name, lambda key: make(key, base))
+                adapter = module.scope.param(name, lambda key: make(key, base))
             elif self._plan is not None:  # only shapes count now
                 self._plan.setdefault((*module._path, name), make)
-                held = make(jax.random.key(0), base)
+                adapter = make(jax.random.key(0), base)
                 with contextlib.suppress(flax.errors.TraceContextError):
                     setattr(
-                        module, name, held
+                        module, name, adapter
                     )  # not from inside a jit of the model's own
             else:
-                held = make(flaxlib.make_rng(module, "params"), base)
-                setattr(module, name, held)
-        held = flaxlib.unbox(held)
-        if held.shape != shape:
+                adapter = make(flaxlib.make_rng(module, "params"), base)
+                setattr(module, name, adapter)
+        adapter = flaxlib.unbox(adapter)
+        if adapter.shape != shape:
             raise ValueError(
-                f"{join(flaxlib.path_of(module), name)} has shape {held.shape}, but the "
+                f"{join(flaxlib.path_of(module), name)} has shape {adapter.shape}, but the "
                 f"rule's rank {rule.rank} asks for {shape}."
             )
-        return held
+        return adapter
 
     # NNX: adapters are made where an abstract run wants them, in the order it does.
 
@@ -409,8 +411,8 @@ class _Maker:
         front = tuple(range(len(stacked)))
         origins = (*front, *(o if o is None else o + len(front) for o in self.origins))
         base = base.array.qvalue if isinstance(base, WithAux) else base
-        held = flaxlib.unbox(base)
-        sharding = None if isinstance(held, jax.core.Tracer) else held.sharding
+        array = flaxlib.unbox(base)
+        sharding = None if isinstance(array, jax.core.Tracer) else array.sharding
         if isinstance(sharding, NamedSharding):
             names: dict[Any, Any] = dict(enumerate(sharding.spec))  # may be fewer
             spec = PartitionSpec(*(names.get(o) for o in origins))
@@ -446,9 +448,9 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
         name = provider.find_param(module, x) if hasattr(x, "shape") else None
         return None if name is None else (name, turn_of(module, name, x))
     in_linen = isinstance(module, nn.Module)
-    held = module.variables.get("params", {}) if in_linen else vars(module)
-    held = {k: flaxlib.unbox(v) for k, v in held.items() if isinstance(v, WithAux)}
-    codes = {name: v.array.qvalue for name, v in held.items() if _is_weight(v)}
+    boxes = module.variables.get("params", {}) if in_linen else vars(module)
+    boxes = {k: flaxlib.unbox(v) for k, v in boxes.items() if isinstance(v, WithAux)}
+    codes = {name: v.array.qvalue for name, v in boxes.items() if _is_weight(v)}
     by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
     last, unboxed = None, flaxlib.unbox(x)
     qvalue = unboxed.qvalue if isinstance(unboxed, QArray) else unboxed.array.qvalue
@@ -457,7 +459,7 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
             return by_id[id(last)], turn
     if not origin_is_hidden(last, codes):
         return None
-    names = (name for name in codes if held[name].shape == x.shape)
+    names = (name for name in codes if boxes[name].shape == x.shape)
     return next(((name, ()) for name in names), None)
 
 

@@ -183,8 +183,8 @@ def value_at(obj: Any, path: tuple) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _quantize_jit(how: Spec, stacked: int, x: jax.Array) -> QArray:
-    quantize = functools.partial(quantize_by_spec, spec=how)
+def _quantize_jit(spec: Spec, stacked: int, x: jax.Array) -> QArray:
+    quantize = functools.partial(quantize_by_spec, spec=spec)
     for _ in range(stacked):
         quantize = jax.vmap(quantize)
     return quantize(x)
@@ -201,10 +201,12 @@ def quantize_like(box: WithAux, x: jax.Array) -> QArray:
     x = x.reshape(target.shape)
     for stacked in range(x.ndim):
         try:
-            made = jax.eval_shape(functools.partial(_quantize_jit, box.how, stacked), x)
+            shapes = jax.eval_shape(
+                functools.partial(_quantize_jit, box.how, stacked), x
+            )
         except ValueError:
             continue  # an axis that the array inside does not have
-        if made.scale.shape == target.scale.shape:
+        if shapes.scale.shape == target.scale.shape:
             return _quantize_jit(box.how, stacked, x)
     raise ValueError(
         f"{box.how} does not turn an array of shape {x.shape} into scales of shape "

@@ -62,7 +62,7 @@ def process_prequantized_params(
             f"{type(template_params).__name__}. For Linen build the tree with "
             "quantize_params, or put QArrays in its WithAux boxes."
         )
-    found = {}
+    loaded = {}
     for path, given in _flat(checkpoint_params).items():
         path, target = _target(path, template_params)
         if target is None:
@@ -72,8 +72,8 @@ def process_prequantized_params(
                 f"Found extra parameters in the checkpoint that the model does not have: "
                 f"{_name(path)}. Pass allow_extra_params=True to drop them."
             )
-        found[path] = _loaded(given, target, path, use_checkpoint_sharding)
-    return nnx.to_pure_dict(nnx.state(flax.traverse_util.unflatten_dict(found)))
+        loaded[path] = _loaded(given, target, path, use_checkpoint_sharding)
+    return nnx.to_pure_dict(nnx.state(flax.traverse_util.unflatten_dict(loaded)))
 
 
 def restore_quantization_rules(
@@ -147,15 +147,15 @@ def _is_array(x: Any) -> bool:
 
 def _target(path: tuple, model: nnx.Module) -> tuple[tuple, Any]:
     """Where a parameter goes, and what the model holds there: parts or an array."""
-    held = value_at(model, path)
-    if held is None and path and path[-1] == "array":
+    value = value_at(model, path)
+    if value is None and path and path[-1] == "array":
         above = value_at(model, path[:-1])
         if _is_array(flaxlib.unbox(above)):  # a float model has no box to open
             return path[:-1], above
     inner = (
-        held.get("array") if isinstance(held, dict) else getattr(held, "array", None)
+        value.get("array") if isinstance(value, dict) else getattr(value, "array", None)
     )
-    return path, held if inner is None else inner
+    return path, value if inner is None else inner
 
 
 def _loaded(given: Any, target: Any, path: tuple, keep_sharding: bool) -> Any:
@@ -170,7 +170,7 @@ def _loaded(given: Any, target: Any, path: tuple, keep_sharding: bool) -> Any:
             f"Unhandled or invalid parameter combination at {_name(path)}: the checkpoint "
             f"has a float array and the model a quantized one. Use quantize_params."
         )
-    return _placed(given, target, path, keep_sharding)
+    return _fitted(given, target, path, keep_sharding)
 
 
 def _check_parts(given: dict, path: tuple) -> None:
@@ -186,7 +186,7 @@ def _check_parts(given: dict, path: tuple) -> None:
 
 def _parts(given: dict, target: Any, path: tuple, keep_sharding: bool) -> QArray:
     get = target.get if isinstance(target, dict) else lambda k: getattr(target, k, None)
-    made = {}
+    parts = {}
     for name in PARTS:
         mine, theirs = given.get(name), get(name)
         if (mine is None) != (theirs is None):
@@ -197,13 +197,13 @@ def _parts(given: dict, target: Any, path: tuple, keep_sharding: bool) -> QArray
             )
         if mine is not None:
             part = (*path, name)
-            made[name] = _placed(mine, theirs, part, keep_sharding, name != "qvalue")
-    out = QArray(**made)
+            parts[name] = _fitted(mine, theirs, part, keep_sharding, name != "qvalue")
+    out = QArray(**parts)
     validate(out)
     return out
 
 
-def _placed(value, target, path, keep_sharding: bool, may_grow: bool = False):
+def _fitted(value, target, path, keep_sharding: bool, may_grow: bool = False):
     """An array of the checkpoint as the model wants it."""
     target = flaxlib.unbox(target)
     if not _is_array(target):
@@ -253,7 +253,7 @@ def _dequantized(given: dict, target: Any, path: tuple, keep_sharding: bool):
         }
     out = QArray(**parts)
     validate(out)
-    return _placed(dequantize(out), target, path, keep_sharding=keep_sharding)
+    return _fitted(dequantize(out), target, path, keep_sharding=keep_sharding)
 
 
 def _sharding(x: Any, path: tuple) -> Any:

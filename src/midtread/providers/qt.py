@@ -18,8 +18,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.numerics.calibration import statistic
-from midtread.numerics.dtypes import is_wide
-from midtread.numerics.qarray import QArray, calibrate
+from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
@@ -91,7 +90,7 @@ class QtProvider(QuantizationProvider):
         if self._keeps_ranges(rule):
             ranges = Ranges(*(
                 self._range(rule, op_id, c, side, spec, x, weight)
-                if spec is not None and not isinstance(x, QArray) and is_wide(x.dtype)
+                if spec is not None and is_float(x)
                 else None
                 for side, spec, x, weight in zip(
                     ("lhs", "rhs"), (recipe.fwd.lhs, recipe.fwd.rhs), (lhs, rhs), weights)
@@ -124,12 +123,14 @@ class QtProvider(QuantizationProvider):
         spec = c.number_axes(spec, side)
         axes = tuple(a % x.ndim for a in rule.act_batch_axes)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
-        how = statistic(rule.act_static_scale)
-        seen = how.within(seen, axes)
-        stat = flaxlib.variable(module, "quant_stats", name, lambda: how.init(seen))
+        over_batches = statistic(rule.act_static_scale)
+        seen = over_batches.within(seen, axes)
+        stat = flaxlib.variable(
+            module, "quant_stats", name, lambda: over_batches.init(seen)
+        )
         if flaxlib.can_update(module):
-            flaxlib.write(stat, how.update(flaxlib.read(stat), seen))
-        return how.range(flaxlib.read(stat), seen)
+            flaxlib.write(stat, over_batches.update(flaxlib.read(stat), seen))
+        return over_batches.range(flaxlib.read(stat), seen)
 
     # Random numbers. Linen splits a stream over the layers of a scan. In NNX a module that
     # rounds at random holds Rngs; one that stands for a stack of layers holds a stack.
@@ -155,11 +156,4 @@ class QtProvider(QuantizationProvider):
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         if any(self._stacks.values()):
             flaxlib.stack_rngs(model, self._stacks)
-        wanted = {path: m for path, m in nnx.iter_modules(after)}
-        for path, module in nnx.iter_modules(model):
-            for name, var in vars(wanted[path]).items():
-                if isinstance(var, flaxlib.QuantStat) and not hasattr(module, name):
-                    zeros = jax.tree.map(
-                        lambda a: jnp.zeros(a.shape, a.dtype), flaxlib.read(var)
-                    )
-                    setattr(module, name, flaxlib.QuantStat(zeros))
+        flaxlib.add_statistics(model, after)

@@ -41,9 +41,9 @@ class StaticProvider(QtProvider):
         "leave {field} out, or use mt.QtProvider"
     )
 
-    def __init__(self, rules, *, measuring: bool, **how):
+    def __init__(self, rules, *, measuring: bool, **options):
         self._measuring = measuring
-        super().__init__(rules, **how)
+        super().__init__(rules, **options)
 
     def _init_rule(self, rule) -> QtRule:
         rule = super()._init_rule(rule)
@@ -82,14 +82,14 @@ class StaticProvider(QtProvider):
         stat = flaxlib.variable(
             module, "quant_stats", name, lambda: nothing([shape[a] for a in back])
         )
-        held = flaxlib.read(stat)
+        state = flaxlib.read(stat)
         if not self._measuring:
-            return {"absmax": held["absmax"].transpose(turn).astype(x.dtype)}
+            return {"absmax": state["absmax"].transpose(turn).astype(x.dtype)}
         seen = calibrate(jax.lax.stop_gradient(x), spec)["absmax"].astype(jnp.float32)
         seen = calibration.largest(seen, shared).transpose(back)
         if flaxlib.can_update(module):
-            absmax = jnp.maximum(held["absmax"], seen)
-            flaxlib.write(stat, {"count": held["count"] + 1, "absmax": absmax})
+            absmax = jnp.maximum(state["absmax"], seen)
+            flaxlib.write(stat, {"count": state["count"] + 1, "absmax": absmax})
         return None  # that of the data at hand
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:

@@ -60,7 +60,7 @@ def png(curves: Curves, path: pathlib.Path, table: Table | None = None) -> pathl
 
 def svg(curves: Curves) -> str:
     """The picture as text, to be put into a page."""
-    held = io.StringIO()
-    _figure(curves).savefig(held, format="svg", metadata={"Date": None})
-    text = held.getvalue()
+    buffer = io.StringIO()
+    _figure(curves).savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -33,7 +33,7 @@ def _names(folders: list[pathlib.Path]) -> dict[pathlib.Path, str]:
 def _row(name: str, lines: list[dict[str, Any]]) -> tuple[str, ...]:
     judged = [x["eval_loss"] for x in lines if "eval_loss" in x]
     loss = judged[-1] if judged else math.nan
-    middle = lambda found: sorted(found)[len(found) // 2] if found else math.nan
+    middle = lambda values: sorted(values)[len(values) // 2] if values else math.nan
     rate = middle([x["tokens_per_second"] for x in lines])
     share = middle([x["utilization"] for x in lines if "utilization" in x])
     return (
