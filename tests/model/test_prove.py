@@ -71,7 +71,7 @@ def test_a_planted_upcast_is_caught():
 
     arrays = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
     (one,) = mt.prove(jax.jit(upcast), *arrays).contractions
-    assert (one.verdict, one.ran, one.held) == ("upcast", ("f32",) * 2, ("s8",) * 2)
+    assert (one.verdict, one.ran, one.cast_from) == ("upcast", ("f32",) * 2, ("s8",) * 2)
     with pytest.raises(AssertionError, match=r"0.0% of FLOPs.*\(f32 x f32, upcast"):
         mt.assert_quantized(jax.jit(upcast), *arrays)
 
@@ -123,7 +123,7 @@ def test_a_planted_wide_gather_is_caught():
         return mt.dot(int8(x, channelwise_axes=[0]), w)
 
     (gather,) = (c for c in mt.prove(late, x, w).collectives if c.kind == "all-gather")
-    assert gather.is_wide and gather.held == "bf16" and gather.dims == (512, 256)
+    assert gather.is_wide and gather.cast_from == "bf16" and gather.dims == (512, 256)
     with pytest.raises(AssertionError, match=r"gathered in wide floats.*bf16"):
         mt.assert_quantized(late, x, w, max_wide_gather_bytes=0)
     good = mt.assert_quantized(early, x, codes, max_wide_gather_bytes=0)
