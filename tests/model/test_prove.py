@@ -71,7 +71,11 @@ def test_a_planted_upcast_is_caught():
 
     arrays = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
     (one,) = mt.prove(jax.jit(upcast), *arrays).contractions
-    assert (one.verdict, one.ran, one.cast_from) == ("upcast", ("f32",) * 2, ("s8",) * 2)
+    assert (one.verdict, one.ran, one.cast_from) == (
+        "upcast",
+        ("f32",) * 2,
+        ("s8",) * 2,
+    )
     with pytest.raises(AssertionError, match=r"0.0% of FLOPs.*\(f32 x f32, upcast"):
         mt.assert_quantized(jax.jit(upcast), *arrays)
 

@@ -10,7 +10,7 @@ steps of 12%; what is not 0 is never rounded to 0. The largest of a tile is alwa
 
 Rounding is by chance, up or down with a mean that is x: an average that moves by less than
 half a step a time would otherwise never move. The random bits are a hash of the seed, the
-step, the parameter's name and the element's place (numerics/rounding.py): the same on any
+step, the parameter's name and the element's index (numerics/rounding.py): the same on any
 mesh, and after a restart.
 
 Tensors of fewer than SMALL elements, and those whose axes no tile divides, are kept in
@@ -35,12 +35,12 @@ class Moment(NamedTuple):
     """How one kind of moment is kept."""
 
     format: str
-    power: float = 1.0  # of what is kept
+    power: float = 1.0  # x^power is kept
     tile: int = 256  # at most so many neighbours share a scale
 
 
 class States(NamedTuple):
-    """How an optimizer's two moments are kept; None: in float32."""
+    """How an optimizer's two moments are kept; None keeps one in float32."""
 
     first: Moment | None
     second: Moment | None
@@ -67,7 +67,7 @@ def is_embedding(path: str) -> bool:
 
 
 def tile_of(shape: tuple[int, ...], largest: int) -> tuple[int, int] | None:
-    """The axis and the size of its tiles: the last axis that the largest tile divides."""
+    """Returns an axis and the size of its tiles: the last axis that the largest tile divides."""
     for tile in TILES:
         for axis in reversed(range(len(shape))):
             if tile <= largest and shape[axis] % tile == 0 and shape[axis]:
@@ -76,7 +76,7 @@ def tile_of(shape: tuple[int, ...], largest: int) -> tuple[int, int] | None:
 
 
 def zeros(moment: Moment | None, path: str, p: Any, is_wide: Callable) -> Any:
-    """The moment of a parameter that has seen no gradient."""
+    """Makes the moment of a parameter that has seen no gradient."""
     size = math.prod(p.shape)
     tiling = None if moment is None else tile_of(p.shape, moment.tile)
     if moment is None or tiling is None or size < SMALL or is_wide(path):
@@ -90,7 +90,7 @@ def zeros(moment: Moment | None, path: str, p: Any, is_wide: Callable) -> Any:
 
 
 def read(kept: Any, moment: Moment | None) -> jax.Array:
-    """A moment as float32."""
+    """Returns a moment as float32."""
     if not isinstance(kept, QArray):
         return kept
     assert moment is not None
@@ -99,7 +99,7 @@ def read(kept: Any, moment: Moment | None) -> jax.Array:
 
 
 def write(x: jax.Array, like: Any, moment: Moment | None, bits: jax.Array) -> Any:
-    """`x` kept as `like` is.
+    """Keeps `x` as `like` is kept.
 
     Args:
         bits: 8 random bits for every element, uint32.
@@ -127,7 +127,7 @@ def write(x: jax.Array, like: Any, moment: Moment | None, bits: jax.Array) -> An
 
 
 def _split(q: QArray) -> tuple[tuple[int, ...], int]:
-    """The shape with its tiled axis as (tiles, tile), and which axis the tile is then."""
+    """Returns the shape with its tiled axis as (tiles, tile), and which axis the tile is then."""
     shape, counts = q.qvalue.shape, q.scale.shape
     axis = next(a for a, (n, c) in enumerate(zip(shape, counts)) if n != c)
     split = (*shape[:axis], counts[axis], shape[axis] // counts[axis])
@@ -135,7 +135,7 @@ def _split(q: QArray) -> tuple[tuple[int, ...], int]:
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of an optimizer's state, at the bits its formats have.
+    """Counts the bytes of an optimizer's state, at the bits its formats have.
 
     >>> nbytes({"m": jnp.zeros(8), "count": jnp.zeros((), jnp.int32)})
     36

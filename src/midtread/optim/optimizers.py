@@ -36,7 +36,7 @@ def _name(path: tuple) -> str:
 
 
 def _random(seed: int, count: jax.Array, path: tuple, shape: tuple) -> jax.Array:
-    """32 random bits for every element of a parameter, in this step."""
+    """Returns 32 random bits for every element of a parameter, in this step."""
     key = jax.random.fold_in(jax.random.key(seed), count)
     state = rounding.hashed(rounding.seed(key, (_name(path),)), shape)
     return jnp.broadcast_to(state, shape)
@@ -56,7 +56,7 @@ def _init(params: Any, moment: moments.Moment | None, is_wide: Callable) -> Any:
 
 
 def _each(fn: Callable, grads: Any, *trees: Any) -> tuple[Any, ...]:
-    """`fn(path, g, ...)` of every parameter, each of its results as a tree."""
+    """Calls `fn(path, g, ...)` for every parameter, and returns a tree of each result."""
     flat, structure = jax.tree_util.tree_flatten_with_path(grads)
     others = [structure.flatten_up_to(tree) for tree in trees]
     results = [fn(path, g, *parts) for (path, g), *parts in zip(flat, *others)]
@@ -241,7 +241,7 @@ def adafactor(
 
     Second moments are optax's, row and column means of squares: a few bytes a row. The
     learning rate is an absolute one, as AdamW's; updates are clipped to a root mean square
-    of 1. Arguments as of `adamw`; b1 = 0: no first moment.
+    of 1. The arguments are those of `adamw`; with b1 = 0 there is no first moment.
     """
     import optax
 
@@ -286,7 +286,7 @@ def stochastic_rounding(seed: int = 0) -> Any:
                 return (u,)
             wide = p.astype(jnp.float32)
             bits = _random(seed, count, path, p.shape)
-            # the upper bits decide, and the lower ones have rounded the moments
+            # The upper bits decide here; the lower ones have rounded the moments.
             target = rounding.narrowed(wide + u.astype(jnp.float32), p.dtype, bits)
             return (target.astype(jnp.float32) - wide,)
 

@@ -1,8 +1,8 @@
 """Adapters as a tree of their own: take them out, put them in, merge them, keep them.
 
-    W + A B alpha / rank        merge_lora: one weight in the place of the three
-    lora_params, with_lora      the adapters of a model, a model with other adapters
-    save_lora, load_lora        a file of adapters alone, checked against the model
+    merge_lora                  makes W, A and B one weight, W + A B alpha / rank
+    lora_params, with_lora      take the adapters of a model, give a model other adapters
+    save_lora, load_lora        write and read a file of adapters, checked against the model
 
 A "tree" is a nested dict of Linen parameters, or of variables with 'params' on top, or an
 NNX model.
@@ -34,7 +34,7 @@ _KIND, _HEADER = "midtread lora", "header"
 
 
 def lora_params(tree: Any) -> dict:
-    """The adapters of a model alone.
+    """Returns the adapters of a model alone.
 
     >>> adapters = {"kernel": jnp.ones((4, 3)), "kernel_lora_a": jnp.ones((4, 1))}
     >>> list(lora_params(adapters))
@@ -53,7 +53,7 @@ def lora_params(tree: Any) -> dict:
 
 
 def with_lora(tree: Any, adapters: Any) -> Any:
-    """The model with these adapters, in place of its own or beside weights without any.
+    """Gives a model these adapters, instead of its own or beside weights without any.
 
     >>> adapters = {"kernel_lora_a": jnp.ones((4, 1)), "kernel_lora_b": jnp.ones((1, 3))}
     >>> sorted(with_lora({"kernel": jnp.ones((4, 3))}, adapters))
@@ -91,7 +91,7 @@ def with_lora(tree: Any, adapters: Any) -> Any:
 
 
 def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -> Any:
-    """W + A B alpha / rank in the place of the three, for a model without adapters.
+    """Merges each weight and its adapters into one weight, W + A B alpha / rank.
 
     >>> from midtread.providers.lora import apply_lora_to_model
     >>> provider = LoraProvider(rank=1, alpha=1.0)
@@ -184,7 +184,7 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
     ['kernel_lora_a', 'kernel_lora_b']
 
     Args:
-        path: of the file.
+        path: the file.
         tree: Linen parameters, or variables with 'params' on top, or an NNX model.
         provider: has run the model; it knows alpha.
     """
@@ -196,7 +196,7 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
         "scales": {_key(p): _known(provider, p).scale for p, _, _ in _pairs(flat, {})},
     }
-    # numpy would write a bfloat16 as two bytes of nothing in particular
+    # NumPy would write a bfloat16 as two bytes without a type.
     plain = {k: x.view(f"uint{8 * x.itemsize}") for k, x in arrays.items()}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     with open(path, "wb") as file:
@@ -204,7 +204,7 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
 
 
 def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
-    """The model with the adapters of a file, in the dtypes of its own.
+    """Gives a model the adapters of a file, in the dtypes of its own.
 
     Args:
         path: a file that `save_lora` wrote; its docstring has an example.
@@ -247,7 +247,7 @@ def load_lora(path: Any, tree: Any, provider: LoraProvider) -> Any:
 
 
 def _flat(tree: Any) -> dict[tuple, Any]:
-    """{path: parameter}, in its box."""
+    """Returns {path: parameter in its box}."""
     if isinstance(tree, nnx.Module):
         return {
             (*path, name): value
@@ -263,7 +263,7 @@ def _key(path: Sequence[Any]) -> str:
 
 
 def _changed(tree: Any, changes: dict[tuple, Any]) -> Any:
-    """A tree with other values at some paths; None takes one out."""
+    """Returns a tree with other values at some paths; None takes one out."""
     if not isinstance(tree, nnx.Module):
         flat = {**_flat(tree), **changes}
         kept = {path: v for path, v in flat.items() if v is not None}
@@ -277,7 +277,7 @@ def _changed(tree: Any, changes: dict[tuple, Any]) -> Any:
 
 
 def _pairs(flat: dict, weights: dict | None = None):
-    """(path of a weight, of its A, of its B), for every A."""
+    """Yields (path of a weight, of its A, of its B), for every A."""
     for a in [path for path in flat if str(path[-1]).endswith(ADAPTERS[0])]:
         name = a[-1].removesuffix(ADAPTERS[0])
         path, b = (*a[:-1], name), (*a[:-1], name + ADAPTERS[1])
@@ -311,7 +311,7 @@ def _known(provider: LoraProvider, path: Sequence[Any]) -> Factors:
 
 
 def _plus(box: Any, delta: jax.Array, requantize: bool) -> Any:
-    """A weight plus delta, in the weight's box."""
+    """Adds delta to a weight, in the weight's box."""
     if not isinstance(box, WithAux):
         weight = flaxlib.unbox(box)
         total = weight.astype(jnp.float32) + delta.reshape(weight.shape)

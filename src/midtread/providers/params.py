@@ -1,8 +1,8 @@
-"""Parameters of a model under PtqProvider, from float ones.
+"""Params: makes the parameters of a model under PtqProvider from float ones.
 
 quantize_params(...)   a tree of them, for a model whose shapes are known
-quantize_like(...)     one, as a box says
-check_data(...)        whether static scales have data to be found from
+quantize_like(...)     one parameter, as a box says
+check_data(...)        refuses static scales for which there is no data
 """
 
 import functools
@@ -94,7 +94,7 @@ def quantize_params(
 
 
 def _which_half(params: Mapping, abstract: Any) -> str:
-    """What to write where one of the two is a tree of collections and the other is not."""
+    """Says what to write where only one of the two is a tree of collections."""
     if not isinstance(abstract, Mapping):
         return ""
     if "params" in abstract and "params" not in params:
@@ -105,7 +105,7 @@ def _which_half(params: Mapping, abstract: Any) -> str:
 
 
 def _like(target: Any, param: jax.Array, name: str) -> Any:
-    """A parameter as the quantized model has it."""
+    """Makes a parameter as the quantized model has it."""
     if isinstance(target, WithAux):
         try:
             return WithAux(quantize_like(target, param), target.how)
@@ -150,7 +150,7 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
 
 
 def _check_static_scales(abstract: Mapping, out: Mapping) -> None:
-    """Refuses parameters of a module whose static scales nobody gave."""
+    """Refuses parameters of a module whose static scales were not given."""
     is_leaf = lambda _, value: isinstance(value, WithAux)
     flat = flax.traverse_util.flatten_dict(
         flax.core.unfreeze(abstract), is_leaf=is_leaf
@@ -169,7 +169,7 @@ def _check_static_scales(abstract: Mapping, out: Mapping) -> None:
 
 
 def value_at(obj: Any, path: tuple) -> Any:
-    """What is at a path of a tree or a model, None for nothing."""
+    """Returns what is at a path of a tree or a model, None for nothing."""
     for key in path:
         if obj is None:
             return None
@@ -191,8 +191,8 @@ def _quantize_jit(spec: Spec, stacked: int, x: jax.Array) -> QArray:
 
 
 def quantize_like(box: WithAux, x: jax.Array) -> QArray:
-    """Quantizes as the box says. Layers under scan are one array with axes in front that
-    the layer, and so its Spec, does not know: as many as give the box's shapes."""
+    """Quantizes as the box says. Layers under scan are one array with further axes in front,
+    which the Spec of one layer does not know; there are as many as give the box's shapes."""
     target = flaxlib.unbox(box.array)
     if not views.is_regrouped(x.shape, target.shape):
         raise ValueError(
@@ -205,7 +205,7 @@ def quantize_like(box: WithAux, x: jax.Array) -> QArray:
                 functools.partial(_quantize_jit, box.how, stacked), x
             )
         except ValueError:
-            continue  # an axis that the array inside does not have
+            continue  # the Spec names an axis that the array inside does not have
         if shapes.scale.shape == target.scale.shape:
             return _quantize_jit(box.how, stacked, x)
     raise ValueError(
@@ -215,7 +215,7 @@ def quantize_like(box: WithAux, x: jax.Array) -> QArray:
 
 
 def check_data(scales: dict[str, Any], inputs: Any) -> None:
-    """Before static scales are found: {where: statistics, if it has some}."""
+    """Refuses to compute static scales without data; `scales` is {path: its statistics}."""
     of = lambda names: ", ".join(names[:3]) + (" .." if names[3:] else "")
     stats = {k: v for k, v in scales.items() if isinstance(v, flaxlib.QuantStat)}
     empty = [name for name, stat in stats.items() if _is_empty(flaxlib.read(stat))]
@@ -239,9 +239,9 @@ def check_data(scales: dict[str, Any], inputs: Any) -> None:
 
 
 def _is_empty(stat: Mapping) -> bool:
-    """Whether some statistic is of no data; in a trace nobody knows."""
+    """Whether a statistic has seen no data. In a trace that is not known."""
     count = stat["count"]
-    # by NumPy, for inside a trace jnp makes a tracer of numbers that are known
+    # This uses NumPy, for inside a trace jnp makes a tracer even of known numbers.
     return not isinstance(count, jax.core.Tracer) and bool(
         (np.asarray(count) == 0).any()
     )

@@ -1,8 +1,8 @@
-"""Prequantized: parameters that someone else has quantized, into an NNX model of ours.
+"""Prequantized: loads parameters that were quantized elsewhere into an NNX model.
 
 A checkpoint is a nested dict along the model's own paths. A quantized parameter is a dict
 of its parts, {"qvalue", "scale"} and perhaps {"zero_point"}, at `kernel` or at
-`kernel/array`. What the model holds there decides what becomes of it:
+`kernel/array`. What the model has there decides what becomes of it:
 
     checkpoint     model        result
     parts          quantized    the parts, in the model's dtypes and shardings
@@ -31,7 +31,7 @@ from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.providers.params import value_at
 
 PARTS = ("qvalue", "scale", "zero_point")
-_SAME = object()  # the default of act_qtype: the weights' own
+_SAME = object()  # the default of act_qtype, which means that of the weights
 
 
 def process_prequantized_params(
@@ -41,7 +41,7 @@ def process_prequantized_params(
     allow_extra_params: bool = False,
     use_checkpoint_sharding: bool = False,
 ) -> Any:
-    """Parameters that were quantized elsewhere, as a pure dict for `nnx.update`.
+    """Turns parameters that were quantized elsewhere into a pure dict for `nnx.update`.
 
     Args:
         checkpoint_params: nested dict of arrays and of dicts of parts (`qvalue`, `scale`).
@@ -84,15 +84,15 @@ def restore_quantization_rules(
     act_qtype: Any = _SAME,
     **fields: Any,
 ) -> list[Any]:
-    """The rules that a prequantized checkpoint was made by, one for each module path.
+    """Restores the rules that a checkpoint was quantized by, one for each module path.
 
     Numbers in a path (layers of a list) match any one name.
 
     Args:
         checkpoint_params: nested dict of arrays and of dicts of parts (`qvalue`, `scale`).
         rule_type: QuantizationRule, QtRule or a subclass.
-        tile_size: of the weights; it cannot always be told from the scales.
-        act_qtype: of activations; the weights' own type if not given.
+        tile_size: the tile size of the weights, which scales do not always show.
+        act_qtype: the format of activations; that of the weights if not given.
         fields: further fields of the rules.
 
     Returns:
@@ -146,7 +146,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _target(path: tuple, model: nnx.Module) -> tuple[tuple, Any]:
-    """Where a parameter goes, and what the model holds there: parts or an array."""
+    """Returns where a parameter goes, and what the model has there: parts or an array."""
     value = value_at(model, path)
     if value is None and path and path[-1] == "array":
         above = value_at(model, path[:-1])
@@ -204,7 +204,7 @@ def _parts(given: dict, target: Any, path: tuple, keep_sharding: bool) -> QArray
 
 
 def _fitted(value, target, path, keep_sharding: bool, may_grow: bool = False):
-    """An array of the checkpoint as the model wants it."""
+    """Makes an array of the checkpoint what the model wants: its sharding, shape and dtype."""
     target = flaxlib.unbox(target)
     if not _is_array(target):
         raise TypeError(
@@ -218,7 +218,7 @@ def _fitted(value, target, path, keep_sharding: bool, may_grow: bool = False):
 
 
 def _grown(value: jax.Array, shape, path: tuple, may_grow: bool) -> jax.Array:
-    """Scales of larger tiles, repeated."""
+    """Repeats the scales of larger tiles."""
     try:
         if may_grow:
             return views.expand(value, shape)
@@ -257,7 +257,8 @@ def _dequantized(given: dict, target: Any, path: tuple, keep_sharding: bool):
 
 
 def _sharding(x: Any, path: tuple) -> Any:
-    """Of an array or a shape; on the mesh at hand if it names an abstract one."""
+    """Returns the sharding of an array or shape, on the current mesh if it names an abstract
+    one."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         mesh = jax.sharding.get_mesh()

@@ -51,8 +51,8 @@ class QtProvider(QuantizationProvider):
     rule_type = QtRule
     honours = field_names(QtRule)
     ops = (*intercept.CONTRACTIONS, "take", "getitem")
-    _streams: dict | None = None  # while an NNX model is prepared: who wants a key
-    # path of a module that rounds at random -> extents of the stack of layers it is
+    _streams: dict | None = None  # the modules that want a key, while NNX is prepared
+    # path of a module that rounds at random -> extents of the stack of layers that it is
     _stacks: Mapping[tuple, tuple[int, ...]] = MappingProxyType({})
     _root: nnx.Module | None = None
 
@@ -76,7 +76,7 @@ class QtProvider(QuantizationProvider):
     def recipe_for(
         self, rule: QtRule, op: str, lhs_is_weight: bool, rhs_is_weight: bool
     ) -> Recipe:
-        """What a rule means for an op of this name: the same for all."""
+        """Returns what a rule means for an op of this name. Here it is the same for all."""
         del op
         return recipe_of(rule, lhs_is_weight, rhs_is_weight)
 
@@ -101,7 +101,7 @@ class QtProvider(QuantizationProvider):
         return train(c, recipe, lhs, rhs, ranges, key, site)
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
-        """A look-up: the table of an embedding, where a rule names it."""
+        """Looks up rows of an embedding's table, where a rule names look-ups."""
         rule, _ = self._get_current_rule_and_op_id("take")
         is_table = axis is not None and self.find_param(intercept.current_module(), a)
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
@@ -115,8 +115,8 @@ class QtProvider(QuantizationProvider):
         return bool(rule.act_static_scale)
 
     def _range(self, rule: QtRule, op_id: str, c, side: str, spec: Spec, x, weight):
-        """Of an activation what those of earlier batches come to; the current one until
-        there are some. None, that of the data, for a weight."""
+        """Returns the range of an activation: that of earlier batches, or the current one until
+        there are some. It is None for a weight, which is measured."""
         if weight:
             return None
         module, name = intercept.current_module(), f"{op_id}_{side}"
@@ -132,13 +132,13 @@ class QtProvider(QuantizationProvider):
             flaxlib.write(stat, over_batches.update(flaxlib.read(stat), seen))
         return over_batches.range(flaxlib.read(stat), seen)
 
-    # Random numbers. Linen splits a stream over the layers of a scan. In NNX a module that
-    # rounds at random holds Rngs; one that stands for a stack of layers holds a stack.
+    # Linen splits a random stream over the layers of a scan. In NNX a module that rounds at
+    # random has Rngs, and one that stands for a stack of layers has a stack of them.
 
     def _key(self, module) -> jax.Array:
         if self._streams is not None and isinstance(module, nnx.Module):
             self._streams[module._path] = flaxlib.stacked_by(self._root, module)
-            return jax.random.key(0)  # only shapes count now
+            return jax.random.key(0)  # the model runs on shapes, so any key will do
         return flaxlib.make_rng(module, "stochastic_rounding")
 
     def begin_call(self, model: nnx.Module) -> None:

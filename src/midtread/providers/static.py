@@ -1,8 +1,8 @@
-"""StaticProvider: quantized training with ranges that an earlier run has found.
+"""StaticProvider: quantized training with ranges that an earlier run has measured.
 
-    StaticProvider(rules, measuring=True)     trains as QtProvider does, ranges from the
-                                              data, and notes the largest of every axis
-    StaticProvider(rules, measuring=False)    uses what was noted, and looks no more
+    StaticProvider(rules, measuring=True)     trains as QtProvider does, with the data's own
+                                              ranges, and notes the largest of every axis
+    StaticProvider(rules, measuring=False)    uses what was noted, and measures nothing
 
 A weight has a range per output channel, `<weight>_range`, which lies on the devices that the
 weight lies on. An activation has one per position: per index of each axis that the matmul
@@ -25,7 +25,7 @@ from midtread.numerics.qarray import calibrate
 from midtread.numerics.spec import Spec
 from midtread.providers.qt import QtProvider
 
-SUFFIX = "_range"  # of a weight's name
+SUFFIX = "_range"  # added to a weight's name
 
 
 class StaticProvider(QtProvider):
@@ -72,8 +72,8 @@ class StaticProvider(QtProvider):
         return self._noted(f"{weight}{SUFFIX}", spec, x, (), axes)
 
     def _noted(self, name: str, spec: Spec, x: jax.Array, shared: tuple, axes):
-        """A range that is kept: of `x`, over its `shared` axes, in a weight's own order
-        of axes."""
+        """Returns the range that is kept for `x`, or notes one and returns None. It is shared
+        along the axes `shared`, and stored in the weight's own order of axes."""
         module = intercept.current_module()
         _, counts = spec.layout(x.shape)
         shape = tuple(1 if a in shared else n for a, n in enumerate(counts))
@@ -90,7 +90,7 @@ class StaticProvider(QtProvider):
         if flaxlib.can_update(module):
             absmax = jnp.maximum(state["absmax"], seen)
             flaxlib.write(stat, {"count": state["count"] + 1, "absmax": absmax})
-        return None  # that of the data at hand
+        return None  # the data at hand is measured
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         super().prepare_nnx(model, method, inputs, kwargs, rngs)
@@ -104,5 +104,5 @@ class StaticProvider(QtProvider):
 
 
 def nothing(shape) -> dict[str, jax.Array]:
-    """A range of which nothing was seen yet."""
+    """Returns a range of which nothing was seen yet."""
     return {"count": jnp.zeros((), jnp.int32), "absmax": jnp.zeros(shape, jnp.float32)}

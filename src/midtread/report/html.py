@@ -1,4 +1,4 @@
-"""Html: one page that holds all it shows, pictures included. No links to anywhere."""
+"""Html: one page that holds all it shows, pictures included, and links to nothing."""
 
 import pathlib
 from typing import Any, NamedTuple

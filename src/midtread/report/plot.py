@@ -45,7 +45,7 @@ def _figure(curves: Curves, table: Table | None = None) -> Any:
 
 
 def smooth(values: list[float], keep: float = 0.8) -> list[float]:
-    """A running mean that starts where the values do."""
+    """Returns a running mean that starts at the first value."""
     out: list[float] = []
     for value in values:
         out.append(value if not out else keep * out[-1] + (1 - keep) * value)
@@ -53,13 +53,13 @@ def smooth(values: list[float], keep: float = 0.8) -> list[float]:
 
 
 def png(curves: Curves, path: pathlib.Path, table: Table | None = None) -> pathlib.Path:
-    """Curves, and a table under them, as a picture in a file."""
+    """Draws curves, and a table under them, into a file."""
     _figure(curves, table).savefig(path, dpi=120)
     return path
 
 
 def svg(curves: Curves) -> str:
-    """The picture as text, to be put into a page."""
+    """Returns the picture as text, to be put into a page."""
     buffer = io.StringIO()
     _figure(curves).savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()

@@ -9,7 +9,7 @@ from midtread.report import html, plot
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a kill is not one."""
+    """Reads the lines of a metrics file, without a last line that was cut short by a kill."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -25,7 +25,7 @@ def _of(folder: pathlib.Path, name: str) -> str:
 
 
 def _names(folders: list[pathlib.Path]) -> dict[pathlib.Path, str]:
-    """Folders by their last name, or in full where two have the same."""
+    """Names folders by the last part of their path, or in full where two have the same."""
     last = [f.resolve().name for f in folders]
     return {f: n if last.count(n) == 1 else str(f) for f, n in zip(folders, last)}
 
@@ -52,7 +52,7 @@ def of_runs(
     path: pathlib.Path,
     extra: tuple[html.Section, ...] = (),
 ) -> pathlib.Path:
-    """A self-contained page at `path`, and the loss curves as loss.png beside it."""
+    """Writes a self-contained page to `path`, and the loss curves to loss.png beside it."""
     names = _names(folders)
     curves = {name: read(f / "metrics.jsonl") for f, name in names.items()}
     curves = {name: lines for name, lines in curves.items() if lines}

@@ -1,4 +1,4 @@
-"""Terminal: what a run says while it works; a live line on a screen, plain lines in a log."""
+"""Terminal: what a run prints while it works: a live line on a screen, plain lines in a log."""
 
 import contextlib
 import pathlib
@@ -19,7 +19,7 @@ class Terminal:
         self.console.print(escape(text), soft_wrap=True)
 
     def stream(self, text: str) -> None:
-        """Text as it comes, without a new line."""
+        """Prints text as it comes, without a new line."""
         self.console.print(escape(text), end="", soft_wrap=True)
 
     def config(self, changed: dict[str, Any], folder: pathlib.Path) -> None:

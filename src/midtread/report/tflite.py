@@ -10,7 +10,7 @@ from midtread.interop import tflite
 def describe(
     path: str | os.PathLike, fn: Callable | None = None, inputs: Any = None
 ) -> str:
-    """Ops, types, bytes, what stayed float and why.
+    """Says which ops, types and bytes a file has, what stayed float, and why.
 
     Args:
         fn: the model in JAX, for the parity of every output.
