@@ -1,21 +1,21 @@
 """DelayedFp8Provider: fp8 training whose scales come from the steps before.
 
-Nobody waits for max |x| of the tensor about to be quantized: its scale is the largest
-|x| of the last `history` steps over the format's bound. One scale per tensor, e4m3
-forward, e5m2 gradients. The state machine is Flax's (nn.Fp8DirectDotGeneralOp),
-TransformerEngine's before:
+Quantizing does not wait for max |x| of the tensor at hand: the scale is the largest |x| of
+the last `history` steps over the format's bound. There is one scale per tensor; the forward
+is in e4m3 and gradients are in e5m2. The state is that of Flax (nn.Fp8DirectDotGeneralOp)
+and, before it, of TransformerEngine:
 
     scale    <- max(history) 2^margin / bound    kept if the history is all 0, or inf
-    history  <- max |x| in place of the oldest   slot 0 the newest, then oldest first
+    history  <- max |x| replaces the oldest      slot 0 the newest, then oldest first
 
-Six arrays an op, `{input,kernel,output_grad}_{amax_history,scale}`, for lhs, rhs and g,
-in the collection `_overwrite_with_gradient` under the op's id: the tree that Flax's op
-makes when a provider calls it `name=op_id`, so that checkpoints can be exchanged. In
+An op has six arrays, `{input,kernel,output_grad}_{amax_history,scale}`, for lhs, rhs and g,
+in the collection `_overwrite_with_gradient` under the op's id. That is the tree which Flax's
+op makes when a provider calls it `name=op_id`, so that checkpoints can be exchanged. In
 NNX they are Variables of type `OverwriteWithGradient` in a submodule `<op
 id>_overwrite_with_gradient`.
 
-What is seen of g is known in the backward only. So the new state comes out as the
-gradient of the old one, and an optimizer must put it there instead of subtracting it:
+max |g| is known in the backward only. So the new state comes out as the gradient of the old
+one, and an optimizer must put it there instead of subtracting it:
 
     tx = overwrite_with_gradient(optax.adamw(1e-3))    # adamw sees parameters only
     grads = accumulate_gradients(grads, more)      # sums gradients, maxes histories
@@ -164,7 +164,7 @@ class DelayedFp8Provider(QtProvider):
         if rule is None or rule.weight_qtype is None:
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
-        # one state per pair: an einsum of three operands is two matmuls
+        # Each pair has its own state, since an einsum of three operands is two matmuls.
         ids = (f"{op_id}_{i}" if i else f"{op_id}" for i in itertools.count())
         execute = lambda c, lhs, rhs: self._train(rule, next(ids), c, lhs, rhs)
         return getattr(Ops(execute), name)(*args, **kwargs)
@@ -180,7 +180,7 @@ class DelayedFp8Provider(QtProvider):
             ("rhs", rhs, recipe.fwd.rhs),
         ):
             if not is_float(x) or spec.method == "fixed":
-                after[side] = state[side]  # not ours to quantize, or known beforehand
+                after[side] = state[side]  # it is no float, or its scale is a constant
                 continue
             meta, seen = jax.lax.stop_gradient((state[side], largest(x, spec)))
             after[side] = advance(meta, seen, forward, margin)
@@ -197,7 +197,7 @@ class DelayedFp8Provider(QtProvider):
     def _methods(
         self, rule: QtRule, module: Any, lhs, rhs
     ) -> tuple[str, str, str, str]:
-        """Calibrations of lhs, rhs, g for dlhs and g for drhs."""
+        """Returns the calibrations of lhs, rhs, g for dlhs and g for drhs."""
         by_role = {
             True: rule.weight_calibration_method,
             False: rule.act_calibration_method,
@@ -217,7 +217,7 @@ class DelayedFp8Provider(QtProvider):
         for path, module in list(nnx.iter_modules(model)):
             for name, state in vars(after[path]).items():
                 if isinstance(state, AmaxState) and not hasattr(module, name):
-                    first = {  # possibly one per layer of a scan
+                    first = {  # each may have an axis for the layers of a scan
                         k: jnp.full(v.shape, k.endswith("_scale"), v.dtype)
                         for k, v in state.arrays().items()
                     }
@@ -238,7 +238,7 @@ def _recipe(fnuz: bool, lhs: str, rhs: str, dlhs: str, drhs: str) -> Recipe:
 
 
 DRHS = "drhs_grad_calibration_method"
-SIZES = ("absmax", "rms", "percentile", "mse", "fixed")  # one number per tensor
+SIZES = ("absmax", "rms", "percentile", "mse", "fixed")  # they give a tensor one number
 
 
 def _check_calibrations(rule: QtRule) -> None:
@@ -273,12 +273,12 @@ def _check_calibrations(rule: QtRule) -> None:
 
 
 def initial(length: int) -> Meta:
-    """Nothing seen yet: the scale is 1."""
+    """Returns the state before anything was seen, with a scale of 1."""
     return {"amax_history": jnp.zeros((length,)), "scale": jnp.ones((1,))}
 
 
 def advance(meta: Meta, amax: jax.Array, bound: float, margin: float = 0) -> Meta:
-    """The scale for this step, and the history with what was seen in it.
+    """Returns the scale for this step, and the history with what was seen in it.
 
     >>> meta = {"amax_history": jnp.array([4.0, 0.0, 2.0]), "scale": jnp.ones(1)}
     >>> {k: v.tolist() for k, v in advance(meta, jnp.array(1.0), bound=8).items()}
@@ -304,7 +304,7 @@ def _unflatten(arrays: Mapping[str, jax.Array]) -> dict[str, Meta]:
 
 
 def _variables(module: Any, op_id: str, length: int) -> Mapping[str, jax.Array]:
-    """The op's six arrays, made if they are not there."""
+    """Returns the op's six arrays, made if they are not there."""
     first = lambda: {
         name: initial(length)[part]
         for side in NAMES
@@ -347,7 +347,7 @@ def _linen_variables(module: nn.Module, op_id: str, first) -> Mapping[str, jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _window(bound: float, margin: float, meta: Meta) -> jax.Array:
-    """The largest |g| that fits; its cotangent is the |g| that was seen."""
+    """Returns the largest |g| that fits; its cotangent is the |g| that was seen."""
     return advance(meta, jnp.zeros(()), bound, margin)["scale"] * bound
 
 
@@ -364,7 +364,7 @@ _window.defvjp(_window_fwd, _window_bwd)
 
 @jax.custom_vjp
 def _record(out: jax.Array, before: dict[str, Meta], after: dict[str, Meta]):
-    """`out`; and the gradient of `before` is `after`."""
+    """Returns `out`, and makes `after` the gradient of `before`."""
     return out
 
 
@@ -391,7 +391,7 @@ def is_overwritten(path: tuple) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Overwrite:
-    """An update: parameter + Overwrite(value) is the value.
+    """An update that replaces: parameter + Overwrite(value) is the value.
 
     Adding value - parameter would round, and an infinity seen once would stay for good.
     """
@@ -405,8 +405,8 @@ class Overwrite:
 def overwrite_with_gradient(tx: Any) -> Any:
     """Wraps an optimizer so that state which is to be overwritten gets its gradient.
 
-    A transformation of optax's, to be the outermost: its updates for such state are
-    `Overwrite`s, which optax.apply_updates (and nnx.Optimizer) put in place bit for bit.
+    The result must be the outermost transformation: its updates for such state are
+    `Overwrite`s, which optax.apply_updates (and nnx.Optimizer) apply bit for bit.
     Clipping, weight decay and moments belong in `tx`, which sees parameters only.
 
     >>> import optax
@@ -425,7 +425,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
     Returns:
         An optax.GradientTransformation for parameters and such state together.
     """
-    import optax  # whoever has a tx has it
+    import optax  # a caller who has a tx has optax
 
     tx = optax.with_extra_args_support(tx)
 
@@ -443,10 +443,10 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
 
 def accumulate_gradients(total: Any, more: Any, weight: float = 1.0) -> Any:
-    """total + weight * more; of state to be overwritten the larger of both.
+    """Adds gradients, total + weight * more; of state to be overwritten it takes the larger.
 
-    For micro-batches that start from the same state: each puts its max |x| in slot 0, and
-    all else they hold is the same. Start from zeros and give weight=1/n for a mean.
+    This is for micro-batches that start from the same state: each puts its max |x| in slot 0,
+    and the rest of the state is the same. Start from zeros and give weight=1/n for a mean.
 
     >>> a = {"params": jnp.array(1.0), "_overwrite_with_gradient": jnp.array([3.0, 1.0])}
     >>> b = {"params": jnp.array(5.0), "_overwrite_with_gradient": jnp.array([2.0, 1.0])}

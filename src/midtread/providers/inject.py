@@ -1,7 +1,7 @@
-"""Injection: quantized ops handed to layers by name, AQT's way, with no interception.
+"""Inject: quantized ops that are passed to layers by name, as in AQT, without interception.
 
-For those who configure layer by layer. A layer that takes a `dot_general` gets one of
-the ops of a recipe, which have JAX's signatures:
+This is for models that are configured layer by layer. A layer that takes a `dot_general`
+gets one of the ops of a recipe, which have JAX's signatures:
 
     nn.Dense(64, dot_general=mt.learn(recipe).dot_general)
 
@@ -18,11 +18,11 @@ To serve as well, the layer gets a class, and the model a mode:
     params = remove_float_params(params, made["quantized"])
     serve.apply({"params": params, **made}, x)        # bit for bit what convert gave
 
-Linen's layers ask for their kernel by name and cast it before the op sees it, so
-something must stand in its place: a `Removed`, which has a shape and no data (a pytree
-without leaves). Where it is cast it becomes zeros that nobody reads, and that jit
-therefore never makes. Zeros of the kernel's shape do as well. For an abstract tree to
-load a checkpoint into: jax.eval_shape(serve.init, key, x).
+Linen's layers ask for their kernel by name and cast it before the op sees it, so there must
+be something under that name: a `Removed`, which has a shape and no data (a pytree without
+leaves). Where it is cast it becomes zeros that nothing reads, and that jit therefore never
+makes. Zeros of the kernel's shape do as well. jax.eval_shape(serve.init, key, x) gives an
+abstract tree to load a checkpoint into.
 """
 
 import collections
@@ -50,7 +50,7 @@ MODES = ("train", "convert", "serve")
 )
 @dataclasses.dataclass(frozen=True)
 class Removed:
-    """Where a float weight was."""
+    """The shape and dtype of a float weight that was removed."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -64,7 +64,7 @@ class Removed:
 
 
 class _Injected(nn.Module):
-    """A recipe and a mode. The weight is rhs."""
+    """An op under a recipe, in a mode. The weight is rhs."""
 
     recipe: Recipe
     mode: str = "train"
@@ -84,8 +84,8 @@ class _Injected(nn.Module):
         return train(c, self.recipe, lhs, rhs, key=key, site="/".join(self.path))
 
     def _serve(self, c, lhs, rhs) -> jax.Array:
-        """The forward alone, on a weight that is quantized already; the gradient of lhs
-        passes straight through."""
+        """Computes the forward alone, on a weight that is quantized already. The gradient of
+        lhs passes straight through."""
         recipe = Recipe(
             Fwd(self.recipe.fwd.lhs, None, self.recipe.fwd.accumulate),
             mask_clipped=self.recipe.mask_clipped,
@@ -117,7 +117,7 @@ class _Injected(nn.Module):
         return quantized
 
     def _weight(self, rhs: Any) -> Any:
-        """What stands for rhs: itself, or what was stored when it was converted."""
+        """Returns rhs itself, or what was stored when it was converted."""
         if self.mode != "serve" or self.is_initializing():
             return rhs
         if not self.has_variable(COLLECTION, "rhs"):
@@ -190,7 +190,7 @@ class QuantizedEinsum(_Injected):
 
 
 def remove_float_params(params: Any, quantized: Any) -> Any:
-    """`params` with a `Removed` in the place of every weight that `quantized` holds.
+    """Replaces every weight that `quantized` has by a `Removed`.
 
     A QArray belongs to the parameter of its shape in the module around it.
 

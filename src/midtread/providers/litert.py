@@ -155,7 +155,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
             name = "square"
         row = table.PRIMITIVES.get(name)
         if not any(self._edges[x].is_activation and is_float(x) for x in args):
-            return self._output(call(*args), None)  # whole numbers: ids, masks
+            return self._output(call(*args), None)  # ids and masks are whole numbers
         if row is None:
             return self.unknown(name, call, args, {})
         with running.late(name not in table.SEEN_BY_QWIX):
@@ -168,7 +168,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return getattr(self, row.kind)(row, run, module, args, kwargs)
 
     def _param(self, module, name, *args, **kwargs):
-        """Linen's parameters, where they are made."""
+        """Tags Linen's parameters where they are made."""
         out = type(module).param(module, name, *args, **kwargs)
         value = flaxlib.unbox(out)
         if hasattr(value, "dtype"):
@@ -253,14 +253,14 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         self.left_float[flaxlib.path_of(self._module()), op] = why
 
     def _output(self, out: Any, rule, fixed=None, **known) -> Any:
-        """`out`, an activation that its consumer will quantize under `rule`."""
+        """Notes that `out` is an activation that its consumer will quantize under `rule`."""
         rule = rule if self._is_static(rule) else None
         for x in jax.tree.leaves(out):
             self._edges[x] = Edge(is_activation=True, rule=rule, fixed=fixed, **known)
         return out
 
     def _quantized(self, x: Any, rule, name: str) -> Any:
-        """An op's input: quantized as its producer wants, else as this op's rule does."""
+        """Quantizes an op's input as its producer wants, or else as this op's rule does."""
         if not is_float(x):
             return x
         edge = self._edges[x]
@@ -280,7 +280,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return out
 
     def _put_on_grid(self, x: jax.Array, rule, name: str, fixed=None) -> jax.Array:
-        """`x` on a grid, now."""
+        """Rounds `x` to a grid now, instead of leaving that to its consumer."""
         on_grid = self._grid(x, rule, name, fixed)
         out = on_grid(x, sums=self._edges[x].sums)
         self._edges[out] = Edge(is_activation=True, rule=rule, on_grid=on_grid)
@@ -302,7 +302,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return dataclasses.replace(spec, channelwise_axes=axes)
 
     def _constant_spec(self, rule) -> Spec | None:
-        """A constant beside activations has their range's method, and one scale."""
+        """Returns the Spec of a constant beside activations: their calibration, and one scale."""
         if rule is None:
             return None
         fwd = recipe_of(rule, False, True).fwd
@@ -324,7 +324,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
     # --- how training quantizes ---------------------------------------------------------
 
     def _grid(self, x: jax.Array, rule, name: str, fixed=None):
-        """A function that puts arrays on the grid of `x`, straight-through."""
+        """Returns a function that rounds arrays to the grid of `x`, straight-through."""
         spec = self._spec(x, rule, fixed)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
         seen = {k: jnp.mean(v).reshape((1,) * x.ndim) for k, v in seen.items()}
@@ -347,7 +347,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return c.run(x, w, by=xla) if side == "rhs" else c.run(w, x, by=xla)
 
     def _unit(self, rule, c, x, w, side: str) -> jax.Array | None:
-        """The scale of the matmul's integer sums: a bias is a whole number of these."""
+        """Returns the scale of the matmul's integer sums, of which a bias is a multiple."""
         scale = table.scale_of(self._edges[x])
         if scale is None or rule is None or rule.weight_qtype is None:
             return None
@@ -383,10 +383,10 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return None
 
     def _has_range(self, name: str) -> bool:
-        return True  # it is found now
+        return True  # the data is measured now
 
     def _carry_constant(self, op, args, params, out) -> None:
-        """What is made from one parameter by moving its values about is that parameter."""
+        """Notes that what is made from one parameter by moving its values is that parameter."""
         names = {self._edges[x].weight for x in args} - {None}
         row = table.PRIMITIVES.get(getattr(op, "name", ""))
         if len(names) == 1 and row is not None and row.kind == "carry":
@@ -394,7 +394,7 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
                 self._edges[x] = Edge(weight=next(iter(names)))
 
     def _rsqrt(self, x: jax.Array) -> jax.Array:
-        # 0 is a code, and inf has no gradient
+        # The variance may be code 0, and inf has no gradient.
         return jax.lax.rsqrt(jnp.maximum(x, 1e-12))
 
     def _as_one_op(self, name: str, fn, x: jax.Array, **attributes) -> jax.Array:

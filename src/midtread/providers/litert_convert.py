@@ -1,4 +1,4 @@
-"""OdmlConversionProvider: a model that says to LiteRT's converter what is on which grid.
+"""OdmlConversionProvider: annotates a model with grids for LiteRT's converter.
 
 Every edge that training quantizes becomes a call of the composite `quant.fake_quant`, with
 the grid in its attributes:
@@ -83,7 +83,8 @@ class OdmlConversionProvider(OdmlQatProvider):
         return functools.partial(annotated, grid)
 
     def _has_range(self, name: str) -> bool:
-        """Not for what Qwix, if it gathered the statistics, does not quantize."""
+        """Whether there is a range. If Qwix gathered the statistics, some of ours are not there,
+        and those ops stay float."""
         path = (*_parts(flaxlib.path_of(self._module())), name)
         return path in self._stats or not _is_ours(name)
 
@@ -238,7 +239,7 @@ class OdmlConversionProvider(OdmlQatProvider):
         return _per_channel(x, *known, rule)
 
     def _gain_and_shift(self, module, rest, kwargs):
-        """A batch norm as gain * x + shift; None if its state is not known now."""
+        """Writes a batch norm as gain * x + shift; None if its state is not known now."""
         flag = kwargs.get("use_running_average", rest[0] if rest else None)
         if not (flag or module.use_running_average):
             path = flaxlib.path_of(module)
@@ -262,7 +263,7 @@ class OdmlConversionProvider(OdmlQatProvider):
 
 
 def annotated(grid: Grid, x: jax.Array, **options: Any) -> jax.Array:
-    """`x` on the grid, for JAX; for the converter an array that has this grid."""
+    """Rounds `x` to the grid, and tells the converter that the result has this grid."""
     scale = np.asarray(grid.scale, np.float32)
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         raise ValueError(f"a scale is {scale}: were there nan or inf in the data?")
@@ -286,13 +287,13 @@ def _composite(name: str, run: Callable, x: jax.Array, attributes: dict) -> jax.
 
 
 def _is_ours(name: str) -> bool:
-    """Whether Qwix has no such statistics: of a primitive by itself, of an inverse."""
+    """Whether Qwix has no such statistics: they are of a bare primitive or an inverse."""
     match = re.match(r"\D+(\d+)(.*)", name)
     return match is not None and (int(match[1]) >= LATE or match[2] == "_inverse")
 
 
 def _top(fmt: Format) -> int:
-    """An integer format's largest code."""
+    """Returns an integer format's largest code."""
     assert fmt.codes is not None
     return fmt.codes[1]
 
@@ -302,7 +303,7 @@ def _along(w: jax.Array, axis: int) -> list[int]:
 
 
 def _scaled(w: jax.Array, grid: Grid | None, gain: jax.Array):
-    """Weight and grid with each channel times its gain: the codes stay (a sign may flip)."""
+    """Multiplies weight and grid by a gain for each channel; codes stay, but for signs."""
     if grid is not None:
         size = jnp.where(gain == 0, 1, jnp.abs(gain))
         scale = jnp.broadcast_to(
@@ -313,7 +314,7 @@ def _scaled(w: jax.Array, grid: Grid | None, gain: jax.Array):
 
 
 def _dynamic(x: jax.Array, spec: Spec) -> jax.Array:
-    """`x` on a grid that LiteRT finds anew at each call."""
+    """Rounds `x` to a grid that LiteRT computes anew at each call."""
 
     def run(x):
         return grid_of(calibrate(x, spec), spec)(x)
@@ -327,8 +328,8 @@ def _dynamic(x: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _flat_dot(c: Dot, x, w, grid: Grid | None, side: str, spec: Spec | None):
-    """x [.., K] times w [K, N], back in the order that was asked for. With a `spec` x is
-    quantized by rows; the converter then wants it [M, K]."""
+    """Multiplies x [.., K] by w [K, N], and gives the result the order that was asked for. With
+    a `spec`, x is quantized by rows, and the converter then wants it as [M, K]."""
     other = "lhs" if side == "rhs" else "rhs"
     x_labels, w_labels = c.labels(other), c.labels(side)
     summed = [k for k in x_labels if k in w_labels]
@@ -359,7 +360,7 @@ def _flat_dot(c: Dot, x, w, grid: Grid | None, side: str, spec: Spec | None):
 
 
 def _per_channel(x: jax.Array, gain, shift, rule) -> jax.Array:
-    """gain * x + shift along the last axis, as a depthwise convolution."""
+    """Computes gain * x + shift along the last axis, as a depthwise convolution."""
     if gain is None and shift is None:
         return x
     channels, fmt = x.shape[-1], as_format("int8")
@@ -382,7 +383,7 @@ def _per_channel(x: jax.Array, gain, shift, rule) -> jax.Array:
 
 
 def _by_path(tree: Any, is_leaf: Callable = lambda d: False) -> dict[tuple, Any]:
-    """{path of strings: value} of nested dicts, NNX states or NNX modules."""
+    """Returns {path of strings: value} for nested dicts, NNX states or NNX modules."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree)
     if isinstance(tree, nnx.State):

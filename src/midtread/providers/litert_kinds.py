@@ -47,7 +47,7 @@ class Kinds:
         return self._output(out, edge.rule, on_grid=edge.on_grid)
 
     def again(self, row: Row, call, args, kwargs):
-        """`input`, where the converter wants to be told that the output has that range."""
+        """Does what `input` does, and annotates the output for the converter as well."""
         return self._on_same_grid(self.input(row, call, args, kwargs))
 
     def output(self, row: Row, call, args, kwargs):
@@ -79,7 +79,7 @@ class Kinds:
         return self._left_float(op_id, call, args, kwargs)
 
     def unknown(self, name: str, call, args, kwargs):
-        """An op in no table."""
+        """Handles an op that is in no table."""
         rule, op_id = self._get_current_rule_and_op_id(name)
         wanted = self._is_static(rule) or any(
             self._edges[x].rule is not None for x in args
@@ -116,7 +116,8 @@ class Kinds:
     # --- arithmetic ---------------------------------------------------------------------
 
     def add(self, row: Row, call, args, kwargs):
-        """A constant added to a matmul's result is its bias: nothing in between."""
+        """Adds. A constant added to a matmul's result is its bias, and nothing is quantized in
+        between."""
         for x, other in (args[:2], args[1::-1]):
             if _is_bias(self._edges[x].fuses, other) and not (
                 self._edges[other].is_activation
@@ -165,14 +166,15 @@ class Kinds:
         return self._output(lhs * inverse, rule)
 
     def extreme(self, row: Row, call, args, kwargs):
-        """maximum and minimum. Input and output must share a range there: if the input
+        """Handles maximum and minimum, where input and output must share a range: if the input
         had none of its own, the output's would be imposed on its other consumers too."""
         _, rhs = args[:2]
         is_relu = row.name == "maximum" and not hasattr(rhs, "dtype") and rhs == 0
         return (self.output if is_relu else self.both)(row, call, args, kwargs)
 
     def select(self, row: Row, call, args, kwargs):
-        """where(mask, x, c): c on x's grid, so that -1e9 means the lowest value there is."""
+        """Handles where(mask, x, c): c is rounded to x's grid, so that -1e9 means the lowest
+        value there is."""
         rule, op_id = self._get_current_rule_and_op_id(row.name)
         which, *cases = args
         acts = [x for x in cases if self._edges[x].is_activation]
@@ -189,8 +191,8 @@ class Kinds:
     # --- ops with more to them ----------------------------------------------------------
 
     def average(self, row: Row, call, args, kwargs):
-        """avg_pool: rounded to the grid of its input, as the kernel does. Zeros that count
-        are padded first: the kernel leaves them out."""
+        """Handles avg_pool, which is rounded to the grid of its input, as the kernel does. Zeros
+        that count are padded first, because the kernel leaves them out."""
         bound = inspect.signature(call).bind(*args, **kwargs)
         bound.apply_defaults()
         x, window, strides, padding, counted = bound.arguments.values()
@@ -213,7 +215,7 @@ class Kinds:
         return out
 
     def softmax(self, row: Row, call, args, kwargs):
-        """Over the last axis, as the kernel has it."""
+        """Computes softmax over the last axis, as the kernel does."""
         bound = inspect.signature(jax.nn.softmax).bind(*args, **kwargs).arguments
         x, axis = bound["x"], bound.get("axis", -1)
         if not isinstance(axis, int) or bound.keys() - {"x", "axis"}:
@@ -278,7 +280,7 @@ class Kinds:
         return self._output(out, rule, fixed, on_grid=on_grid)
 
     def take(self, row: Row, call, args, kwargs):
-        """Look-ups: of an activation, or in a table that is a parameter."""
+        """Looks up rows of an activation, or of a table that is a parameter."""
         rule, op_id = self._get_current_rule_and_op_id(row.name)
         table, *rest = args
         if self._edges[table].weight is not None and rule is not None:
@@ -331,7 +333,7 @@ class Kinds:
 
 
 def _shared(grids: Iterable[Any]) -> Any:
-    """The grid that all of them are, or None."""
+    """Returns the grid that all of them are, or None."""
     first, *others = grids
     return first if all(g is first for g in others) else None
 
@@ -342,7 +344,7 @@ def _is_bias(channels: int, x: Any) -> bool:
 
 
 def _norm_axes(module: Any, ndim: int) -> tuple[int, ...] | None:
-    """The axes a norm's moments are taken over; None if it is of another kind."""
+    """Returns the axes that a norm's moments are taken over; None for other kinds of norms."""
     as_tuple = lambda a: tuple(i % ndim for i in (a if np.iterable(a) else (a,)))
     if _groups(module):
         return tuple(range(1, ndim - 1)) if module.reduction_axes is None else None
@@ -356,7 +358,7 @@ def _groups(module: Any) -> bool:
 
 
 def _normal(kinds: Kinds, module: Any, x: jax.Array, axes, q, rule) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon), every step on a grid of its own."""
+    """Computes (x - mean) / sqrt(variance + epsilon), every step on a grid of its own."""
     shape = x.shape
     if _groups(module):
         size = module.group_size or shape[-1] // module.num_groups

@@ -130,10 +130,10 @@ PRIMITIVES = {
     **{name: Row(name, "carry") for name in _CARRIED},
     **{name: Row(name, "float") for name in _FLOAT},
 }  # fmt: skip
-# Qwix sees jnp's functions, which we know by what they bind. Other primitives have no
-# statistics there: theirs are counted from LATE on, so that all names are Qwix's.
+# Qwix sees jnp's functions, which we know by what they bind. It has no statistics for other
+# primitives: ours are counted from LATE on, so that all other names are those of Qwix.
 SEEN_BY_QWIX = ("tanh",)
-# Through these a bias still reaches the matmul before them.
+# A bias that is added after these still becomes the bias of the matmul before them.
 KEEP_FUSION = ("convert_element_type", "copy", "copy_p")
 
 # Ranges that LiteRT's kernels insist on, so that scale and zero point come out as wanted.
@@ -157,19 +157,17 @@ class Edge:
     weight: str | None = None  # the parameter it is, by path
     rule: Any = None  # how its producer wants it quantized
     fixed: Any = None  # its range, if that is known: a name in FIXED, or (low, high)
-    fuses: int = 0  # of a matmul's result: how many of the last axes a bias may have
-    unit: Any = (
-        None  # of a matmul's result: the scale of its sums, on which a bias lies
-    )
-    sums: Any = None  # of a product of activations: the scales of the two
-    on_grid: Callable | None = None  # it is quantized already, by this function
+    fuses: int = 0  # how many of its last axes a bias may have, if a matmul made it
+    unit: Any = None  # the scale of the matmul's sums, of which a bias is a multiple
+    sums: Any = None  # the scales of the two activations that it is a product of
+    on_grid: Callable | None = None  # the function that has quantized it already
     twin: Any = None  # (rule, the array quantized under it)
-    value: Callable | None = None  # of a constant, while converting
-    scaled: Callable | None = None  # gain -> it with each channel times gain
+    value: Callable | None = None  # returns a constant's value, while converting
+    scaled: Callable | None = None  # gain -> the array with each channel times gain
 
 
 class Edges:
-    """The edges of one call of the model. Arrays are told apart by identity, and kept."""
+    """The edges of one call of the model. Arrays are known by identity, and kept alive."""
 
     def __init__(self):
         self._known: dict[int, tuple[Any, Edge]] = {}
@@ -183,7 +181,7 @@ class Edges:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Scale, zero point and code bounds: what a LiteRT tensor has."""
+    """The scale, the zero point and the code bounds of a LiteRT tensor."""
 
     format: Any
     scale: jax.Array
@@ -191,10 +189,10 @@ class Grid:
     is_narrow: bool  # weights: -127..127, so that products fit 15 bits
 
     def __call__(self, x: jax.Array, ties_away: bool = False, sums=None) -> jax.Array:
-        """`x` rounded to the grid; ties to the even code, or away from code 0.
+        """Rounds `x` to the grid; ties go to the even code, or away from code 0.
 
-        With `sums` (the scales of two activations that were multiplied) as BATCH_MATMUL
-        does it: integer sums times a ratio of scales, in fixed point, rounded twice.
+        With `sums` (the scales of two activations that were multiplied) it rounds as
+        BATCH_MATMUL does: integer sums times a ratio of scales, in fixed point, twice.
         """
         low, high = self.format.codes
         scale = self.scale.astype(jnp.float32)
@@ -212,11 +210,11 @@ class Grid:
         return ((codes - offset) * scale).astype(x.dtype)
 
     def _steps(self, sums) -> Any:
-        """Steps of the fixed point per code: 2^bits."""
+        """Returns how many steps of the fixed point make a code: 2^bits."""
         if any(isinstance(v, jax.core.Tracer) for v in (*sums, self.scale)):
             _, exponent = jnp.frexp(sums[0] * sums[1] / self.scale)
             return jnp.ldexp(jnp.float32(1), jnp.maximum(-exponent, 0))
-        # a number, for the converter: it has no ops for the bits of floats
+        # The converter has no ops for the bits of floats, so this is a number for it.
         _, exponent = np.frexp(float(sums[0]) * float(sums[1]) / float(self.scale))
         return np.float32(2.0 ** max(-int(exponent), 0))
 
@@ -226,19 +224,20 @@ def _half_away(x: jax.Array, slack: float = 0.0) -> jax.Array:
 
 
 def grid_of(range_: Range, spec: Spec, is_narrow: bool = False) -> Grid:
+    """Returns the grid that covers a range."""
     scales = compute_scales(range_, spec.format)
     return Grid(spec.format, scales.scale, scales.zero_point, is_narrow)
 
 
 def scale_of(edge: Edge) -> jax.Array | None:
-    """The scale of an array that is on a grid."""
+    """Returns the scale of an array that is on a grid, None for others."""
     if edge.on_grid is None:
         return None
     return next(part for part in edge.on_grid.args if isinstance(part, Grid)).scale
 
 
 def to_multiples(x: jax.Array, unit: jax.Array | None) -> jax.Array:
-    """`x` rounded to multiples of `unit`, straight-through."""
+    """Rounds `x` to multiples of `unit`, straight-through."""
     if unit is None:
         return x
     rounded = jnp.round(x * (1 / unit)) * unit
@@ -246,7 +245,7 @@ def to_multiples(x: jax.Array, unit: jax.Array | None) -> jax.Array:
 
 
 def clipped(x: jax.Array, range_: Range) -> jax.Array:
-    """`x` within the range: its gradient is the quantized array's."""
+    """Clips `x` to the range; its gradient is that of the quantized array."""
     low = -range_["absmax"] if "absmax" in range_ else range_["min"]
     high = range_["absmax"] if "absmax" in range_ else range_["max"]
     return jnp.clip(x, low.astype(x.dtype), high.astype(x.dtype))

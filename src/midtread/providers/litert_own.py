@@ -202,12 +202,12 @@ def _defaults() -> dict[str, Any]:
 
 
 def get_all_ops() -> dict[str, Any]:
-    """{dotted path of a function: what makes its handler}, a new dict."""
+    """Returns a new dict {dotted path of a function: what makes its handler}."""
     return dict(_defaults())
 
 
 def handlers(provider: Any, ops: dict[str, Any]) -> dict[str, Callable]:
-    """The handlers of what was added to `ops`, or put in the place of what was there.
+    """Returns the handlers of what was added to `ops`, or replaced in it.
 
     Raises:
         ValueError: an entry is gone, or one is replaced that the provider handles itself.

@@ -10,7 +10,7 @@ W: those it has in common with x go to A, the rest to B, and both get one of ext
     dot_general                  A  [batch.., in, r]     B  [batch.., r, out]
     convolution, channels last   A  [window.., in, r]    B  [r, out]
 
-Gradients reach A, B and x. What to do with the adapters afterwards: adapters.py.
+Gradients reach A, B and x. adapters.py says what can be done with the adapters afterwards.
 """
 
 import contextlib
@@ -54,9 +54,10 @@ class LoraRule(QuantizationRule):
     It has the fields of a QuantizationRule, and these:
 
     Args:
-        rank: extent of the axis between A and B.
+        rank: the extent of the axis between A and B.
         alpha: the correction is multiplied by alpha / rank.
-        dropout: share of x that the correction does not see; random stream 'dropout'.
+        dropout: the share of x that the correction does not see; it needs the random stream
+            'dropout'.
         lora_a_initializer, lora_b_initializer: as in jax.nn.initializers.
 
     Raises:
@@ -95,33 +96,34 @@ class LoraRule(QuantizationRule):
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """How A and B share out the axes of a weight. A string per axis of A and B: the
-    weight's labels that are flattened into it, or the rank's."""
+    """How A and B share out the axes of a weight. For each axis of A and of B there is a
+    string: the labels of the weight that are flattened into it, or that of the rank."""
 
     weight: str
     a: tuple[str, ...]
     b: tuple[str, ...]
     extents: Mapping[str, int]
     scale: float
-    groups: int = 1  # of a grouped convolution
-    # Axis i of the operand is the weight's turn[i]; () for i, None if that is not known.
+    groups: int = 1  # more than 1 for a grouped convolution
+    # Axis i of the operand is axis turn[i] of the weight. () means that they are the same, and
+    # None that this is not known.
     turn: tuple[int, ...] | None = ()
 
     def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
         return tuple(math.prod(self.extents[x] for x in axis) for axis in axes)
 
     def split(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """One axis per label; axes in front (stacked layers) stay."""
+        """Gives each label an axis of its own; axes in front (stacked layers) stay."""
         stacked = x.shape[: x.ndim - len(axes)]
         return x.reshape(*stacked, *(self.extents[label] for label in "".join(axes)))
 
     def origins(self, axes: Sequence[str]) -> tuple[int | None, ...]:
-        """The weight's axis that each one is sharded like; XLA finds the others."""
+        """Returns the weight's axis that each of `axes` is sharded like, None for the others."""
         positions = {label: i for i, label in enumerate(self.weight)}
         return tuple(positions.get(axis[:1]) for axis in axes)
 
     def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """What the adapters add to the weight as it is stored, in float32."""
+        """Computes what the adapters add to the weight as it is stored, in float32."""
         a, b = (
             self.split(jnp.float32(x), axes) for x, axes in ((a, self.a), (b, self.b))
         )
@@ -141,7 +143,7 @@ class LoraProvider(PtqProvider):
         rules: LoraRules; or None, and the fields of a single rule as keywords.
         disable_jit: runs ops eagerly, for debugging.
         strict: a rule that matched nothing is an error instead of a warning.
-        fields: of the single rule.
+        fields: the fields of the single rule.
     """
 
     rule_type = LoraRule
@@ -155,7 +157,6 @@ class LoraProvider(PtqProvider):
         strict: bool = False,
         **fields: Any,
     ):
-        """Rules, or the fields of a single one."""
         if rules is not None and fields:
             raise ValueError(
                 f"Only one of rules and a rule's own fields can be given, not {fields}."
@@ -167,7 +168,7 @@ class LoraProvider(PtqProvider):
         self._method = "__call__"
 
     def needs_rngs(self) -> bool:
-        return True  # to make the adapters
+        return True  # the adapters are initialized at random
 
     def _check_format(self, box: WithAux, spec: Any) -> None:
         """Adapters leave a weight that is quantized already as it is stored."""
@@ -240,7 +241,7 @@ class LoraProvider(PtqProvider):
         module, name = intercept.current_module(), f"{match[1]}_lora_einsum_str"
         if isinstance(module, nnx.Module) and not hasattr(module, name):
             with contextlib.suppress(flax.errors.TraceContextError):
-                setattr(module, name, text)  # for people to look at
+                setattr(module, name, text)  # people may want to look at it
 
         def delta(x, a, b):
             return jnp.einsum(text, x, a, b, **kwargs)
@@ -288,7 +289,8 @@ class LoraProvider(PtqProvider):
         return repr(flaxlib.path_of(intercept.current_module()))
 
     def _find(self, op: str, x: Any) -> tuple[LoraRule, str, Any] | None:
-        """The rule, the weight's name and how it is turned, where adapters are to be."""
+        """Returns the rule, the weight's name and its `Factors.turn`, or None if `x` gets no
+        adapters."""
         rule = self._rule_for(op)
         if not isinstance(rule, LoraRule):
             return None
@@ -299,7 +301,7 @@ class LoraProvider(PtqProvider):
         self, out: jax.Array, x: Any, rule, name: str, turn, factors: Factors, delta
     ) -> jax.Array:
         module, x = intercept.current_module(), _open(x)
-        if isinstance(x, QArray):  # two weights
+        if isinstance(x, QArray):  # both operands are weights
             return out
         factors = dataclasses.replace(factors, turn=turn)
         self._factors[join(flaxlib.path_of(module), name)] = factors
@@ -330,7 +332,7 @@ class LoraProvider(PtqProvider):
         return jnp.where(kept, x / keep, 0)
 
     def _adapter(self, module, rule, weight, suffix, factors, axes, init) -> jax.Array:
-        """The adapter beside a weight, made if it is not there."""
+        """Returns the adapter beside a weight, made if it is not there."""
         name, shape = weight + suffix, factors.shape(axes)
         adapter = _variable(module, name)
         if adapter is None:
@@ -359,7 +361,7 @@ class LoraProvider(PtqProvider):
             )
         return adapter
 
-    # NNX: adapters are made where an abstract run wants them, in the order it does.
+    # In NNX adapters are made where an abstract run wants them, in the order of that run.
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
         self._plan, self._method, self._rngs = {}, method, rngs
@@ -400,7 +402,8 @@ class _Maker:
     origins: tuple[int | None, ...]
 
     def __call__(self, key: jax.Array, base: Any, shape: Sequence[int] = ()) -> Any:
-        """`shape` may have axes in front: layers under scan, each with its own key."""
+        """Makes the adapter. `shape` may have axes in front, for layers under scan, each of
+        which has its own key."""
         stacked = tuple(shape[: len(shape) - len(self.shape)])
         if stacked:
             keys = jax.random.split(key, math.prod(stacked))
@@ -414,7 +417,8 @@ class _Maker:
         array = flaxlib.unbox(base)
         sharding = None if isinstance(array, jax.core.Tracer) else array.sharding
         if isinstance(sharding, NamedSharding):
-            names: dict[Any, Any] = dict(enumerate(sharding.spec))  # may be fewer
+            # There may be fewer names than axes.
+            names: dict[Any, Any] = dict(enumerate(sharding.spec))
             spec = PartitionSpec(*(names.get(o) for o in origins))
             value = jax.device_put(value, NamedSharding(sharding.mesh, spec))
         return as_lora_variable(flaxlib.like(base, value, origins))
@@ -443,7 +447,7 @@ def _variable(module: Any, name: str) -> Any:
 
 
 def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] | None:
-    """(name, turn) of the parameter that `x` is, in a box or not."""
+    """Returns (name, turn) of the parameter that `x` is, in a box or not; None if it is none."""
     if not isinstance(x, WithAux | QArray):
         name = provider.find_param(module, x) if hasattr(x, "shape") else None
         return None if name is None else (name, turn_of(module, name, x))
@@ -478,7 +482,7 @@ def apply_lora_to_model(
     methods: Collection[str] = ("__call__",),
     **model_inputs_kwargs: Any,
 ) -> Any:
-    """A model with adapters, frozen underneath: `quantize_model` for a LoraProvider.
+    """Puts adapters beside the weights of a model, which stay frozen.
 
     >>> provider = LoraProvider(rank=2, alpha=4.0)
     >>> model = apply_lora_to_model(nn.Dense(4), provider)
