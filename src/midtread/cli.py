@@ -74,10 +74,13 @@ def _import(words: Sequence[str]) -> None:
     started = time.perf_counter()
     imported = huggingface.import_folder(config, path)
     rate = imported.nbytes / (time.perf_counter() - started) / 1e6
-    Terminal().say(
+    terminal = Terminal()
+    terminal.say(
         f"{imported.folder}: {imported.architecture}, {imported.tensors:,} tensors, "
         f"{imported.nbytes:,} bytes, {rate:,.0f} MB/s"
     )
+    for note in imported.notes:
+        terminal.say(note)
 
 
 def _quantize(words: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
+from midtread import cli
 from midtread.interop import export, quantized
 from midtread.interop.huggingface import Folder, write_tensors
 from midtread.lm import convert, settings
@@ -90,6 +91,48 @@ def test_quantizing_again_is_refused(folder, tmp_path):
         ValueError, match="is quantized already: drop quantization=int8w"
     ):
         logits(path, "quantization=int8w")
+
+
+def test_a_quantized_run_is_exported_as_it_is(folder, tmp_path, monkeypatch, capsys):
+    """Its codes go out, give its logits, and go nowhere under another name."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", str(folder.path), "run_name=a"]) == 0
+    assert cli.main(["quantize", "runs/a", "quantization=int4w"]) == 0
+    assert cli.main(["export", "runs/a-int4w", "format=w4a16"]) == 0
+    source = quantized.open_model("runs/a-int4w-w4a16")
+    assert {"model_type": "llama", "head_dim": 64}.items() <= source.config.items()
+    model, want = logits("runs/a-int4w")
+    kernel = model.decoder.layers.mlp.wi_1.kernel.value.array
+    q = source.read("model.layers.1.mlp.up_proj.weight")
+    np.testing.assert_array_equal(
+        np.asarray(kernel.qvalue[1]).T.astype(np.int8), q.qvalue.astype(np.int8)
+    )
+    np.testing.assert_allclose(logits("runs/a-int4w-w4a16")[1], want, atol=2e-5)
+    capsys.readouterr()
+    for kind, message in [
+        ("w8a16", "is quantized already"), ("q4_k", "in no kind of block"),
+        ("hf", "format=hf holds floats"), ("mlx4", "groups are of 256 columns"),
+    ]:  # fmt: skip
+        assert cli.main(["export", "runs/a-int4w", f"format={kind}"]) == 2
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*.partial"))
+
+
+def test_codes_are_not_written_as_another_kind(folder, tmp_path):
+    """Blocks of Q4_K read as int4 with zero points: those of Q4_1 hold them, listed."""
+    path = export.export(folder, tmp_path / "a.gguf", "q4_1")
+    source = quantized.open_model(path)
+    with pytest.raises(ValueError, match="Q4_1 as they are, not of Q4_K"):
+        export.export(source, tmp_path / "b.gguf", "q4_k")
+    with pytest.raises(ValueError, match="zero points are fractions"):
+        export.export(source, tmp_path / "b", "w4a16")
+    export.export(source, tmp_path / "b.gguf", "q4_1")
+    again = quantized.open_model(tmp_path / "b.gguf")
+    name = "model.layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(
+        again.read(name).qvalue.astype(np.int8),
+        source.read(name).qvalue.astype(np.int8),
+    )
 
 
 def test_a_gguf_file_of_several_kinds_runs(folder, tmp_path):

@@ -23,7 +23,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ import numpy as np
 
 from midtread.interop import compressed_tensors, gptq, huggingface, layouts, mlx
 from midtread.interop import safetensors as files
+from midtread.interop.huggingface import as_floats
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, quantize_by_spec
 from midtread.numerics.spec import Spec
@@ -39,6 +40,7 @@ from midtread.numerics.spec import Spec
 FILE_BYTES = 500_000_000  # of a file, and so of what waits to be written
 ROWS_AT_ONCE = 1 << 22  # elements of a large matrix that are quantized together
 _STATE = "export.json"
+_DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16)}
 # matrices that are looked up or choose experts, and the head: left as they are
 LEFT = r".*embed_tokens.*|.*\.wte\..*|lm_head\..*|.*\.(mlp\.gate|gate|router)\.weight|.*norm.*"
 
@@ -54,6 +56,7 @@ class Target(NamedTuple):
         calibration: how the range of a tile is found.
         activations: whoever runs the model quantizes activations, too.
         words: what it is, for people.
+        is_free: nobody asked for groups of that size: codes keep their own.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Target(NamedTuple):
     calibration: str = "absmax"
     activations: bool = False
     words: str = ""
+    is_free: bool = True
 
 
 _CT = "compressed-tensors"
@@ -101,7 +105,7 @@ def target_of(name: str, group_size: int | None = None) -> Target:
         )
     if group_size < 1:
         raise ValueError(f"group_size={group_size} should be above 0.")
-    return target._replace(tile=group_size)
+    return target._replace(tile=group_size, is_free=False)
 
 
 def _tile_words(target: Target) -> str:
@@ -231,19 +235,24 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
         ValueError: a weight cannot be said in the target's layout.
     """
     left = re.compile("|".join([LEFT, *skip]))
-    weights, plain, odd, seen = [], [], [], {}
+    weights, plain, several, tables, seen = [], [], [], [], {}
     for name, about in source.tensors.items():
         is_weight = name.endswith(".weight") and len(about.shape) == 2
+        is_left = left.fullmatch(name) is not None
         if is_quantized(source, name):
+            if is_left and target.layout != "MLX":
+                plain.append(name)
+                tables.append(name)
+                continue
             seen.setdefault(_check_codes(source, name, target), name)
             weights.append(name)
-        elif is_weight and not left.fullmatch(name):
+        elif is_weight and not is_left:
             _check_groups(source, name, about.shape, target)
             weights.append(name)
         else:
             plain.append(name)
             if len(about.shape) == 3:
-                odd.append(name)
+                several.append(name)
     kinds = {
         (s.bits, s.size): name for s, name in seen.items() if isinstance(s, Groups)
     }
@@ -256,10 +265,14 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
     if not weights:
         raise ValueError(f"{source.name} holds no matrix that {target.name} is for.")
     notes = []
-    if odd:
+    if several:
         notes.append(
-            f"{len(odd)} tensors of several matrices stay in float ({odd[0]}, ...): "
+            f"{len(several)} tensors of several matrices stay in float ({several[0]}, ...): "
             f"{target.layout} holds matrices one by one."
+        )
+    if tables:
+        notes.append(
+            f"{', '.join(tables)}: codes become floats, {target.layout} has layers' alone."
         )
     return Plan(tuple(weights), tuple(plain), tuple(notes))
 
@@ -287,8 +300,47 @@ def _check_groups(
 
 
 def _check_codes(source: Any, name: str, target: Target) -> Any:
-    module = name.removesuffix(".weight")
-    return _scheme_and_tensors(source.read(name), target, module)[0]
+    """The scheme of a weight that is quantized already, if it is what the target is called."""
+    q, module = source.read(name), name.removesuffix(".weight")
+    if q.format.name == target.qtype:
+        scheme = _scheme_and_tensors(q, target, module)[0]
+        if _is_called(q, target):
+            return scheme
+    names = [
+        row.name for row in ROWS if _is_called(q, row) and _can_hold(q, row, module)
+    ]
+    size = f" with group_size={q.scale_tile_shape[1]}" if target.name in names else ""
+    raise ValueError(
+        f"{source.name}: {name!r} is quantized already, {q!r}, which is not {target.name} "
+        f"({target.qtype}, {_tile_words(target)}). "
+        + (f"Write format={' or '.join(names)}{size}" if names else "No format here is")
+        + ", or take the float model."
+    )
+
+
+def _is_called(q: QArray, target: Target) -> bool:
+    """Whether codes are of the format, and in the groups, that a target's name says."""
+    rows, columns = q.scale_tile_shape
+    is_row = columns == q.shape[1]
+    if q.format.name != target.qtype:
+        return False
+    if target.layout == _CT and (q.zero_point is None) != (
+        target.calibration == "absmax"
+    ):
+        return False
+    if target.tile == "row":
+        return is_row
+    if isinstance(target.tile, tuple):
+        return rows > 1 and not is_row
+    return target.is_free or columns == target.tile
+
+
+def _can_hold(q: QArray, target: Target, module: str) -> bool:
+    try:
+        _scheme_and_tensors(q, target, module)
+    except ValueError:
+        return False
+    return True
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -396,6 +448,7 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
     """Tensor after tensor; the scheme of each module, where the layout has one."""
     order = list(source.tensors)
     spec, weights = spec_of(target), frozenset(planned.weights)
+    dtype = _DTYPES.get(source.config.get("torch_dtype"), np.dtype(np.float32))
     progress = Progress(work.num_done, len(order))
     schemes: dict[str, Any] = {m: _scheme(s) for m, s in work.schemes.items()}
     waiting: dict[str, np.ndarray] = {}
@@ -412,7 +465,8 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
             pending[module] = scheme
             del q, made
         else:
-            waiting[name] = np.asarray(array)
+            is_code = isinstance(array, QArray)
+            waiting[name] = as_floats(array, dtype) if is_code else np.asarray(array)
         del array
         progress.done = i
         size = sum(a.nbytes for a in waiting.values())
@@ -496,75 +550,3 @@ class _Work:
         if count == 1:
             return {}
         return {"metadata": {"total_size": total}, "weight_map": weight_map}
-
-
-# --- trees of ours ---------------------------------------------------------------------------
-
-
-class TreeSource:
-    """A tree of arrays and QArrays as a source, under a table of names.
-
-    Args:
-        tree: arrays by path, with slashes: [in, out] kernels, stacks of layers.
-        table: a Row of interop/huggingface.py for every array.
-        config: config.json of the model.
-        name: to call it by, in errors.
-    """
-
-    def __init__(
-        self,
-        tree: Mapping[str, Any],
-        table: huggingface.Table,
-        config: Mapping[str, Any],
-        name: str = "the tree",
-    ):
-        self.name, self.config, self.notes = name, dict(config), ()
-        self.tree = tree
-        self.rows: dict[str, list[tuple[Any, str, tuple[int, ...]]]] = {}
-        for row in table:
-            for tensor, path, index in row.places():
-                self.rows.setdefault(tensor, []).append((row, path, index))
-        named = {path for rows in self.rows.values() for _, path, _ in rows}
-        for path in sorted(named ^ {*tree}):
-            where = "table" if path in tree else "tree"
-            raise ValueError(f"{path!r} is missing from the {where} of {name}.")
-        self.tensors = {tensor: self._about(tensor) for tensor in self.rows}
-
-    def _about(self, tensor: str) -> huggingface.Tensor:
-        shapes = [list(self._view(*place).shape) for place in self._shapes(tensor)]
-        axis = self.rows[tensor][0][0].axis
-        shapes[0][axis : axis + 1] = [sum(s[axis] for s in shapes)] if shapes[0] else []
-        dtype = self.tree[self.rows[tensor][0][1]].dtype
-        return huggingface.Tensor(tuple(shapes[0]), np.dtype(dtype))
-
-    def _shapes(self, tensor: str) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:
-        for row, path, index in self.rows[tensor]:
-            yield row, np.broadcast_to(np.int8(0), self.tree[path].shape), index
-
-    def _view(self, row: Any, array: Any, index: tuple[int, ...]) -> Any:
-        array = array[index] if index else array
-        return array.swapaxes(-1, -2) if row.turned else array
-
-    def is_quantized(self, tensor: str) -> bool:
-        return any(
-            isinstance(self.tree[path], QArray) for _, path, _ in self.rows[tensor]
-        )
-
-    def read(self, tensor: str) -> Any:
-        """The tensor, [out, in]: parts of it are joined."""
-        pieces = []
-        for row, path, index in self.rows[tensor]:
-            piece = self._view(row, self.tree[path], index)
-            pieces.append(jax.tree.map(np.asarray, piece))
-        if len(pieces) == 1:
-            return pieces[0]
-        row = self.rows[tensor][0][0]
-        if any(row.part.step not in (None, 1) for row, *_ in self.rows[tensor]):
-            raise layouts.refuse(
-                tensor, "its parts take turns, and are not joined here"
-            )
-        ordered = sorted(
-            zip(self.rows[tensor], pieces), key=lambda pair: pair[0][0].part.start or 0
-        )
-        join = lambda *parts: np.concatenate(parts, axis=row.axis)
-        return jax.tree.map(join, *(piece for _, piece in ordered))

@@ -438,8 +438,8 @@ def to_qarray(block: Block, parts: Parts, shape: tuple[int, ...]) -> QArray:
     if offset is None:
         code = code.astype(fmt.dtype, copy=False)
         return QArray(code.reshape(shape), scale.reshape(tiles), None, fmt.qtype)
-    parts = layouts.affine(code.view(np.uint8), scale, offset, fmt.bits)
-    return parts.map(lambda x: x.reshape(shape if x.shape == code.shape else tiles))
+    q = layouts.affine(code.view(np.uint8), scale, offset, fmt.bits)
+    return q.map(lambda x: x.reshape(shape if x.shape == code.shape else tiles))
 
 
 # QArrays whose codes a kind of block holds as they are: format, with a zero point or not

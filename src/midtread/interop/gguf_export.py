@@ -115,6 +115,7 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
     left = re.compile("|".join(skip) or r"(?!)")
     made: dict[str, tuple[str, tuple[int, ...]]] = {}
     odd: dict[str, list[str]] = {}
+    coded: dict[str, list[str]] = {}
     for tensor, held in names.items():
         shape = source.tensors[held[0]].shape
         if tensor.endswith("_exps.weight"):
@@ -134,6 +135,8 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
                     "float model, or quantize in groups of 32",
                 )
             made[tensor] = (exact, shape)
+            if tensor not in _TABLES:
+                coded.setdefault(exact, []).append(tensor)
             continue
         if shape[-1] % gguf_blocks.BLOCKS[wanted].size and wanted in _SMALLER:
             wanted = _SMALLER[wanted]
@@ -142,7 +145,20 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
             wanted = "F16"
             odd.setdefault(wanted, []).append(tensor)
         made[tensor] = (wanted, shape)
+    if coded and kind not in coded:
+        first = next(iter(coded))
+        name = next(name for name, block in KINDS.items() if block == first)
+        raise layouts.refuse(
+            f"{source.name}: {names[coded[first][0]][0]}",
+            f"its codes go into blocks of {first} as they are, not of {kind}. Write "
+            f"format={name}, or take the float model",
+        )
     notes = [
+        f"{len(tensors)} tensors stay {other}, as their codes are: {tensors[0]}, ..."
+        for other, tensors in coded.items()
+        if other != kind
+    ]
+    notes += [
         f"{len(tensors)} tensors become {other}: {shape_words(source, names, tensors[0])}."
         for other, tensors in odd.items()
     ]

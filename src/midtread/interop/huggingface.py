@@ -21,7 +21,7 @@ row makes one array [32, in, out]. `turned` exchanges the last two axes: torch k
 [out, in], Flax [in, out]. `part` takes some rows of a tensor; all rows of the table that
 name a tensor must take all of it between them.
 
-`read` goes from a folder to a tree, array by array, `write` back (`Arrays` and `Pieces` do
+`read` goes from a folder to a tree, array by array, `write` back (`Arrays` and `Tree` do
 it on demand, so that nothing is in memory twice). A tensor that no row
 names, a row without its tensor, and a tensor that is taken in part are refused by name, in
 both directions. Anything with `tensors` and `read` is a folder to them, so a reader of
@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.interop import safetensors, trees
-from midtread.numerics.qarray import QArray
+from midtread.numerics.qarray import QArray, dequantize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -555,67 +555,150 @@ def write(
     Raises:
         ValueError: a path is missing or left over on either side, or an array is quantized.
     """
-    tensors = Pieces(tree, table, dtype)
-    write_tensors(path, tensors, config, shard_bytes=shard_bytes)
+    source = Tree(tree, table, config)
+    for name in source.weights:
+        path = source.places[name][0][1]
+        raise ValueError(
+            f"{path!r} is quantized ({tree[path].qtype}): a plain folder holds floats."
+        )
+    write_tensors(path, Floats(source, dtype), config, shard_bytes=shard_bytes)
 
 
-class Pieces(Mapping):
-    """The tensors that a table makes of a tree, each made when it is asked for."""
+class Tree:
+    """A tree of arrays and QArrays as a source: the tensors that a table makes of it, each
+    made when it is asked for.
 
-    def __init__(self, tree: Mapping[str, Any], table: Table, dtype: Any = None):
-        self.tree, self.dtype = tree, None if dtype is None else np.dtype(dtype)
+    Args:
+        tree: arrays by path, with slashes: [in, out] kernels, stacks of layers.
+        table: a Row for every array.
+        config: config.json of the model.
+        name: to call it by, in errors.
+
+    Raises:
+        ValueError: a path is missing or left over on either side, or rows that share a tensor
+            do not make all of it.
+
+    >>> table = [Row("h.{i}.w", "layers/kernel", {"i": range(4)}, turned=True)]
+    >>> tree = Tree({"layers/kernel": np.zeros((4, 3, 2), np.float32)}, table)
+    >>> tree.tensors["h.3.w"].shape, tree.read("h.3.w").shape
+    ((2, 3), (2, 3))
+    """
+
+    def __init__(
+        self,
+        tree: Mapping[str, Any],
+        table: Table,
+        config: Mapping[str, Any] | None = None,
+        name: str = "the tree",
+    ):
+        self.tree, self.name, self.config, self.notes = tree, name, config or {}, ()
         by_path = _by_path(table)
-        for name in sorted({*by_path} ^ {*tree}):
-            where = "table" if name in tree else "tree"
+        for path in sorted({*by_path} ^ {*tree}):
+            where = "table" if path in tree else "tree"
             raise ValueError(
-                f"{name!r} is missing from the {where}. "
-                f"{trees.near(name, by_path if name in tree else tree)}"
+                f"{path!r} is missing from the {where}. "
+                f"{trees.near(path, by_path if path in tree else tree)}"
             )
-        for name, array in tree.items():
-            if isinstance(array, QArray):
-                raise ValueError(  # noqa: TRY004
-                    f"{name!r} is quantized ({array.qtype}): a plain folder holds floats."
-                )
-        self.rows: dict[str, list[tuple[Row, str, tuple[int, ...]]]] = {}
+        self.places: dict[str, Places] = {}  # row, path and index of each tensor
         for row in table:
-            for name, path, index in row.places():
-                self.rows.setdefault(name, []).append((row, path, index))
+            for tensor, path, index in row.places():
+                self.places.setdefault(tensor, []).append((row, path, index))
+        self.tensors = {tensor: self._about(tensor) for tensor in self.places}
+        is_coded = lambda place: isinstance(tree[place[1]], QArray)
+        self.weights = {
+            k for k, rows in self.places.items() if any(map(is_coded, rows))
+        }
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def about(self, name: str) -> Tensor:
-        """Shape and dtype; nothing is computed."""
-        row, path, index = self.rows[name][0]
-        array = self.tree[path]
-        shape = list(array.shape[len(index) :])
-        if row.turned:
-            shape[-2:] = shape[-1], shape[-2]
+    def _about(self, tensor: str) -> Tensor:
+        places = self.places[tensor]
+        shapes = [self._shape(*place) for place in places]
+        row, path, _ = places[0]
         if row.part is not None:
-            sizes = [self._extent(*place) for place in self.rows[name]]
-            shape[row.axis] = sum(sizes)
-        return Tensor(tuple(shape), self.dtype or np.dtype(array.dtype))
+            shapes[0][row.axis] = sum(shape[row.axis] for shape in shapes)
+            _check_parts(self.name, tensor, tuple(shapes[0]), [r for r, *_ in places])
+        return Tensor(tuple(shapes[0]), np.dtype(self.tree[path].dtype))
 
-    def _extent(self, row: Row, path: str, index: tuple[int, ...]) -> int:
+    def _shape(self, row: Row, path: str, index: tuple[int, ...]) -> list[int]:
         shape = list(self.tree[path].shape[len(index) :])
         if row.turned:
             shape[-2:] = shape[-1], shape[-2]
-        return shape[row.axis]
+        return shape
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        about = self.about(name)
-        rows = self.rows[name]
+    def read(self, name: str) -> Any:
+        """The tensor, [out, in], as arrays of the host: parts of it are joined."""
+        if name in self.weights:
+            return self._codes(name)
+        about, places = self.tensors[name], self.places[name]
         out = np.empty(about.shape, about.dtype)
-        if len(rows) > 1:
-            _check_parts("the table", name, about.shape, [row for row, *_ in rows])
-        for row, path, index in rows:
+        for row, path, index in places:
             piece = np.asarray(self.tree[path][index] if index else self.tree[path])
-            piece = piece.astype(about.dtype, copy=False)
             row.take(out)[...] = piece  # a view of `out`, turned as the piece is
         return out
+
+    def _codes(self, name: str) -> QArray:
+        parts = []
+        for row, path, index in self.places[name]:
+            q = self.tree[path][index] if index else self.tree[path]
+            q = (q.swapaxes(-1, -2) if row.turned else q).map(np.asarray)
+            parts.append((row, q))
+        if len(parts) == 1:
+            return parts[0][1]
+        if any(row.part.step not in (None, 1) for row, _ in parts):
+            raise ValueError(f"{name}: its parts take turns; codes are not joined so.")
+        parts.sort(key=lambda part: part[0].part.start or 0)
+        return _joined(name, [q for _, q in parts], parts[0][0].axis)
+
+
+def _joined(name: str, parts: list[QArray], axis: int) -> QArray:
+    """Codes end to end along an axis, with their scales."""
+
+    def own(q: QArray) -> QArray:
+        """A scale that is shared by all of the axis, as one for every element of it."""
+        if q.scale.shape[axis] != 1:
+            return q
+        repeat = lambda x: None if x is None else x.repeat(q.shape[axis], axis)
+        return q.replace(scale=repeat(q.scale), zero_point=repeat(q.zero_point))
+
+    parts = [own(q) for q in parts]
+    if len({(q.qtype, q.scale_tile_shape, jax.tree.structure(q)) for q in parts}) > 1:
+        raise ValueError(
+            f"{name}: its parts are not in one format, and cannot be joined."
+        )
+    return jax.tree.map(lambda *held: np.concatenate(held, axis), *parts)
+
+
+class Floats(Mapping):
+    """Tensors of a source as floats, each read when it is asked for; codes as what they
+    stand for.
+
+    Args:
+        source: a Folder, a Tree, or a reader of quantized files.
+        dtype: of all tensors; None: each keeps its own, and codes are float32.
+    """
+
+    def __init__(self, source: Source, dtype: Any = None):
+        self.source, self.dtype = source, None if dtype is None else np.dtype(dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source.tensors)
+
+    def __len__(self) -> int:
+        return len(self.source.tensors)
+
+    def about(self, name: str) -> Tensor:
+        """Shape and dtype; nothing is read."""
+        shape, dtype = self.source.tensors[name]
+        return Tensor(shape, self.dtype or dtype)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return as_floats(self.source.read(name), self.about(name).dtype)
+
+
+def as_floats(array: Any, dtype: Any) -> np.ndarray:
+    """An array in a dtype; codes as what they stand for."""
+    if isinstance(array, QArray):
+        array = np.asarray(dequantize(jax.tree.map(jnp.asarray, array), jnp.float32))
+    return np.asarray(array).astype(dtype)
 
 
 def write_tensors(
@@ -630,7 +713,7 @@ def write_tensors(
     Args:
         path: a folder that is not there yet, or is empty.
         tensors: arrays by name. A mapping with a method `about` that gives shape and dtype
-            (`Pieces`) is asked for one array at a time.
+            (`Floats`) is asked for one array at a time.
         config: what goes into config.json.
         shard_bytes: the most that one file holds, unless a tensor is larger.
     """

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.interop.huggingface import as_floats
 from midtread.lm import huggingface
 from midtread.lm import model as models
 from midtread.lm.config import (
@@ -317,9 +318,7 @@ def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State
     placed = {}
     for name, like in pure.items():
         where = getattr(like, "sharding", None) or _here()
-        placed[name] = jax.device_put(
-            huggingface.floats(published[name], like.dtype), where
-        )
+        placed[name] = jax.device_put(as_floats(published[name], like.dtype), where)
     nnx.replace_by_pure_dict(
         weights, flax.traverse_util.unflatten_dict(placed, sep="/")
     )
@@ -346,7 +345,7 @@ def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     if folder := huggingface.folder_in(path):
         published = huggingface.arrays(folder, section(config_of(path), Model))
         flat = flax.traverse_util.flatten_dict(wanted, sep="/")
-        put = lambda k, v: jax.device_put(huggingface.floats(published[k], v.dtype))
+        put = lambda k, v: jax.device_put(as_floats(published[k], v.dtype))
         got = {k: put(k, v) for k, v in flat.items()}
         return flax.traverse_util.unflatten_dict(got, sep="/")
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -37,8 +36,11 @@ from midtread.interop import gguf_export, quantized
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures
 from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
 from midtread.model.rules import did_you_mean
-from midtread.numerics.qarray import QArray, dequantize
+from midtread.numerics.qarray import QArray
+from midtread.providers.params import value_at
 
 WEIGHTS = "weights"  # inside an imported run
 GGUF = ".gguf"
@@ -133,13 +135,6 @@ def _layers_ahead(config: Mapping[str, Any]) -> int:
     return min(count, 16) if isinstance(count, int) else 0
 
 
-def floats(array: Any, dtype: Any) -> np.ndarray:
-    """An array of a folder in a dtype; codes as what they stand for."""
-    if isinstance(array, QArray):
-        array = np.asarray(dequantize(jax.tree.map(jnp.asarray, array), jnp.float32))
-    return array.astype(dtype)
-
-
 def _check_tied(source: Any) -> None:
     """A head beside an embedding that is said to be the head must be the same."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -174,6 +169,7 @@ class Imported:
     tensors: int
     nbytes: int
     architecture: str
+    notes: tuple[str, ...]  # what the folder asks for and is not done here
 
 
 def import_folder(config: Config, source: str) -> Imported:
@@ -219,7 +215,8 @@ def import_folder(config: Config, source: str) -> Imported:
     partial.rename(run)
     nbytes = sum(p.stat().st_size for p in (run / WEIGHTS).iterdir())
     kind = str(architectures.architecture(opened.config, str(origin)))
-    return Imported(run, len(opened.tensors), nbytes, kind)
+    notes = tuple(getattr(opened, "notes", ()))
+    return Imported(run, len(opened.tensors), nbytes, kind, notes)
 
 
 def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
@@ -246,12 +243,15 @@ def export(
 
     With format=hf a float folder that transformers load: what was imported has its own names
     and config, and its tensors bit for bit; what was trained here is the architecture that
-    its keys amount to. With the others a quantized one (interop/export.py).
+    its keys amount to. With the others a quantized one (interop/export.py): what is float is
+    rounded on the way, and what `midtread quantize` made keeps its codes.
 
     Raises:
         UsageError: the folder is there already, the format is not known, or the model is no
             architecture that others have.
     """
+    from midtread.lm import convert
+
     kind = config.format
     require(kind in formats(), f"format={kind}: {did_you_mean(kind, formats())}")
     suffix = GGUF if kind in gguf_export.KINDS else ""
@@ -260,16 +260,26 @@ def export(
     require(
         not folder.exists(), f"{folder} is there already: give another export_path."
     )
-    origin = folder_in(run)
-    if origin is None:
-        source: Any = _trained(config, run)
-    else:
-        source = open_model(origin)
-        arrays(origin, section(config, Model))  # refuses what does not fit
+    origin, is_coded = folder_in(run), convert.is_quantized(run)
     if kind == "hf":
         require(
             not config.group_size, "group_size says nothing with format=hf: drop it."
         )
+        require(
+            not is_coded,
+            f"{run} is quantized, and format=hf holds floats: give the float run, or a "
+            f"format that holds codes: {', '.join(formats()[1:])}.",
+        )
+    with refusing():
+        if origin is not None:
+            source: Any = open_model(origin)
+            arrays(origin, section(config, Model))  # refuses what does not fit
+        elif is_coded:
+            origin = _origin_of(run)
+            source = _quantized(config, run, origin)
+        else:
+            source = _trained(config, run)
+    if kind == "hf":
         return _floats_out(config, source, origin, folder)
     with tempfile.TemporaryDirectory() as held, refusing():
         _write_tokenizer(config, origin, pathlib.Path(held))
@@ -286,46 +296,51 @@ def _floats_out(
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     with refusing():
-        hf.write_tensors(partial, _Tensors(source, config.weight_dtype), about)
+        hf.write_tensors(
+            partial, hf.Floats(source, jnp.dtype(config.weight_dtype)), about
+        )
     _write_tokenizer(config, origin, partial)
     partial.rename(folder)
     return folder
 
 
-class _Tensors(Mapping):
-    """Tensors of an opened model in one dtype, each read when it is asked for."""
-
-    def __init__(self, source: Any, dtype: str):
-        self.source, self.dtype = source, np.dtype(jnp.dtype(dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.source.tensors)
-
-    def __len__(self) -> int:
-        return len(self.source.tensors)
-
-    def about(self, name: str) -> hf.Tensor:
-        return hf.Tensor(self.source.tensors[name].shape, self.dtype)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return floats(self.source.read(name), self.dtype)
-
-
-def _trained(config: Config, run: str) -> others.TreeSource:
+def _trained(config: Config, run: str) -> hf.Tree:
     """A run of ours by the names of the architecture that it is one of."""
     from midtread.lm import checkpoint
     from midtread.lm import model as models
 
-    require(
-        not (pathlib.Path(run) / "sizes.json").is_file(),
-        f"{run} is quantized: give the float run, or a format that holds codes.",
-    )
     m = section(config, Model)
     state = checkpoint.load_weights(run, nnx.state(models.abstract(m), nnx.Param))
     tree = flax.traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
     m, tree = _with_plain_embedding(m, tree)
     arch, about = architectures.config_of(m)
-    return others.TreeSource(tree, architectures.table(m, arch), about, run)
+    return hf.Tree(tree, architectures.table(m, arch), about, run)
+
+
+def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree:
+    """A checkpoint of `midtread quantize`, likewise: its codes as they are."""
+    from midtread.lm import convert
+
+    m, model = section(config, Model), convert.load(config, run)
+    tree = {}
+    for path in architectures.shapes(m):
+        *inside, name = path.split("/")
+        held = flaxlib.unbox(getattr(value_at(model, tuple(inside)), name))
+        tree[path] = held.array if isinstance(held, WithAux) else held
+    m, tree = _with_plain_embedding(m, tree)
+    arch, about = architectures.config_of(m)
+    if origin is not None:  # what it was imported from says more
+        about = open_model(origin).config
+        arch = architectures.architecture(about, run)
+    return hf.Tree(tree, architectures.table(m, arch), about, run)
+
+
+def _origin_of(run: str) -> pathlib.Path | None:
+    """The folder of others that a quantized checkpoint was made of, if it is still there."""
+    from midtread.lm import checkpoint, convert
+
+    source = checkpoint.read_about(pathlib.Path(run) / convert.FILE).get("source", "")
+    return folder_in(source) if source else None
 
 
 def _with_plain_embedding(m: Model, tree: dict[str, Any]) -> tuple[Model, dict]:
@@ -336,7 +351,11 @@ def _with_plain_embedding(m: Model, tree: dict[str, Any]) -> tuple[Model, dict]:
         return m, tree
     table = tree["token_embedder/embedding"]
     gain = m.emb_dim**0.5 if m.embedding_gain is None else m.embedding_gain
-    tree = {**tree, "token_embedder/embedding": table * jnp.asarray(gain, table.dtype)}
+    if isinstance(table, QArray):
+        louder = table.replace(scale=table.scale * jnp.asarray(gain, table.scale.dtype))
+    else:
+        louder = table * jnp.asarray(gain, table.dtype)
+    tree = {**tree, "token_embedder/embedding": louder}
     if m.logits_via_embedding:
         tree["decoder/logits_dense/kernel"] = table.T
     return dataclasses.replace(m, embedding_gain=1.0, logits_via_embedding=False), tree
