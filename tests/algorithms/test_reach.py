@@ -107,3 +107,20 @@ def test_values_are_solved_for_what_attention_lets_through(key):
     assert "1 weights by what attention makes" in str(
         calibrate(model, provider(), [x]).report
     )
+
+
+class Causal(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([Attention("repeated") for _ in range(3)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_masks_of_all_layers_are_not_kept_from_the_start():
+    found, _ = program.trace(Causal(), jnp.ones((2, T, D)))
+    for stage in program.stages(found):
+        kept = [v for v in stage.gives if v.aval.shape[-2:] == (T, T)]
+        assert len(kept) <= 2, (stage.sites, [v.aval for v in kept])

@@ -409,15 +409,25 @@ def stages(program: Program) -> list[Stage]:
             wanted[site.stage].append(eqns[held["sizes"]].outvars[0])
     wanted[number] += [v for v in program.outputs if not is_literal(v)]
     needed = _needed(eqns, given, [v for vs in wanted for v in vs])
-    # An equation runs as late as all its operands are there, and sizes with their inputs.
+    # An equation runs as soon as its operands are there. What needs no layer's output, masks
+    # and tables of positions say, runs where it is first used: kept from the start, those of
+    # all layers would fill the memory.
+    first = {v: s for s in reversed(range(number + 1)) for v in wanted[s]}
+    at: dict[int, int] = {}
+    for index in reversed(range(len(eqns))):
+        outs = [v for v in eqns[index].outvars if v in needed and v not in given]
+        if not outs:
+            continue
+        own = min(max(level.get(v, 0) for v in eqns[index].outvars), number)
+        at[index] = own or min(first.get(v, number) for v in outs)
+        for v in eqns[index].invars:
+            if not is_literal(v):
+                first[v] = min(first.get(v, number), at[index])
     parts: list[list[Any]] = [[] for _ in range(number + 1)]
     where: dict[Any, int] = {}
-    for eqn in eqns:
-        outs = [v for v in eqn.outvars if v in needed and v not in given]
-        if outs:
-            at = min(max(level.get(v, 0) for v in eqn.outvars), number)
-            parts[at].append(eqn)
-            where.update(dict.fromkeys(eqn.outvars, at))
+    for index in sorted(at):
+        parts[at[index]].append(eqns[index])
+        where.update(dict.fromkeys(eqns[index].outvars, at[index]))
     reads = [{v for e in part for v in e.invars if not is_literal(v)} for part in parts]
     made = []
     for s, part in enumerate(parts):
