@@ -1,10 +1,14 @@
 """Many tokens a call, slots that are used again, prompts in chunks: the same tokens."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from midtread.kernels.environment import pretended
+from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.lm import convert, data, decode, model, settings
 from midtread.lm import generate as generating
 from midtread.lm.config import Model, UsageError, section
@@ -102,6 +106,53 @@ def test_no_weight_is_copied_in_a_step(config):
         if "dynamic_slice" in line and any(f"x{s}x" in line for s in shapes)
     ]
     assert not sliced
+
+
+# What may be done to a whole weight: handing it on, seeing its bytes, multiplying.
+HARMLESS = {
+    "while",
+    "return",
+    "reshape",
+    "bitcast_convert",
+    "custom_call",
+    "dot_general",
+}
+BY_KERNELS = ["tiny", "emb_dim=256", "mlp_dim=512", "head_dim=64", "num_query_heads=4"]
+BY_KERNELS += ["num_kv_heads=4", "num_decoder_layers=2"]
+BY_KERNELS += ["dtype=bfloat16", "weight_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantization="],
+        ["quantization=", "scan_layers=false"],
+        ["quantization=int8w"],
+        ["quantization=int4w"],
+        ["quant=[{weight_qtype: e4m3}]"],
+        ["quant=[{weight_qtype: nf4, tile_size: 64}]"],
+        ["quant=[{weight_qtype: mxfp4}]", "scan_layers=false"],
+    ],
+    ids=str,
+)
+def test_a_step_for_cuda_reads_weights_as_they_lie(words):
+    """No whole weight of a layer is sliced, cast, transposed or decoded by XLA."""
+    config = settings.load([*BY_KERNELS, *words])
+    m = section(config, Model)
+    with pretended("h200"):
+        net = decode.unstack(convert.in_memory(config, model.create(m)))
+        server = decode.Server(net, m, slots=2, length=32)
+        arguments = (server._weights, server._slots, server._seed, 4)
+        traced = server._program.go_on.trace(*arguments)
+        with pretend_gpu():
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("gpu.triton" in text or "mosaic_gpu" in text) == (
+        words[0] != "quantization="
+    )
+    for line in text.splitlines():
+        op = re.search(r"stablehlo\.(\w+)", line)
+        if op and re.search(r"[<x](256x512|512x256|256x256)x", line):
+            assert op[1] in HARMLESS, line[:300]
 
 
 MISTAKES = {
