@@ -54,3 +54,47 @@ def test_a_name_is_checked_and_refused_where_it_is_not_honoured():
     with pytest.raises(ValueError, match="LiteRT's static ranges are means"):
         fields = {"weight_qtype": "int8", "act_qtype": "int8"}
         mt.OdmlQatProvider([mt.QuantizationRule(**fields, act_static_scale="max")])
+
+
+def test_explain_shows_what_a_range_clips():
+    rule = lambda kind: mt.QtRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=kind
+    )
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    sizes = jnp.asarray([1.0, 1.0, 1.0, 5.0])  # one batch of four lies beyond the mean
+    data = jnp.ones((4, 2, 8)) * sizes[:, None, None]
+    shares = {}
+    for kind in ("mean", "max"):
+        provider = mt.QtProvider([rule(kind)])
+        trained = mt.quantize_model(model, provider, data[0])
+        for x in data:
+            trained(x)
+        coverage = mt.explain(trained, provider, data[0], data=data)
+        shares[kind] = coverage.clipped["dot_general0_lhs"]
+        assert f"{100 * shares[kind]:.3g}%" in str(coverage)
+    assert shares == {"mean": 0.25, "max": 0.0}
+    served = mt.PtqProvider([rule("mean")])
+    found = mt.explain(trained, served, data[0], data=[(x,) for x in data]).clipped
+    assert found == {"dot_general0_lhs": 0.0}  # gathered by "max", which stays
+
+
+def test_explain_of_linen_takes_variables_for_data():
+    rules = [mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]
+    model, x = nn.Dense(4), jnp.ones((2, 8))
+    variables = mt.quantize_model(model, mt.QtProvider(rules)).init(
+        jax.random.key(0), x
+    )
+    data = [x, 3 * x]
+    explain = lambda **more: mt.explain(model, mt.QtProvider(rules), x, **more)
+    with pytest.raises(ValueError, match="variables=variables"):
+        explain(data=data)
+    with pytest.raises(ValueError, match="give both"):
+        explain(variables=variables)
+    with pytest.raises(ValueError, match="no rule that matches asks for one"):
+        dynamic = mt.QtProvider([mt.QtRule(weight_qtype="int8", act_qtype="int8")])
+        mt.explain(model, dynamic, x, data=data, variables=variables)
+    _, seen = mt.quantize_model(model, mt.QtProvider(rules)).apply(
+        variables, x, mutable="quant_stats"
+    )
+    shares = explain(data=data, variables=variables | seen).clipped
+    assert shares == {"dot_general0_lhs": 0.5}

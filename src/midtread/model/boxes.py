@@ -85,9 +85,13 @@ class WithAux:
                 f"{self.shape}, and {shape} is requested."
             )
         try:
-            return flaxlib.unbox(self.array).reshape(shape)
+            return self._moved(lambda codes: codes.reshape(shape))
         except ValueError:  # its tiles do not allow that: then the values
             return self.__jax_array__().reshape(shape)
+
+    def _moved(self, move: Callable[[Any], Any]) -> "WithAux":
+        """Its codes, arranged otherwise: still a box, whose values can be asked for."""
+        return self.value.replace(array=move(flaxlib.unbox(self.array)))
 
     def squeeze(self, axis: Any = None) -> Any:
         return self.reshape(np.squeeze(np.broadcast_to(0, self.shape), axis).shape)
@@ -104,19 +108,25 @@ class WithAux:
             ids = jnp.where(ids < 0, ids + array.shape[0], ids)
             return look_up(array, ids, mode="clip")
         try:
-            return self.value.replace(array=flaxlib.unbox(self.array)[index])
+            return self._moved(lambda codes: codes[index])
         except (ValueError, TypeError):  # what codes and scales cannot follow
             return self.__jax_array__()[index]
 
-    # Turned around, the codes alone go on: `how` is about the parameter as it is stored.
-    def transpose(self, *axes) -> Any:
-        return flaxlib.unbox(self.array).transpose(*axes)
+    # `how` stays that of the parameter as it is stored.
+    def transpose(self, *axes) -> "WithAux":
+        return self._moved(lambda codes: codes.transpose(*axes))
 
-    def swapaxes(self, axis1: int, axis2: int) -> Any:
-        return flaxlib.unbox(self.array).swapaxes(axis1, axis2)
+    def swapaxes(self, axis1: int, axis2: int) -> "WithAux":
+        return self._moved(lambda codes: codes.swapaxes(axis1, axis2))
 
-    T = property(lambda self: flaxlib.unbox(self.array).T)
-    mT = property(lambda self: flaxlib.unbox(self.array).mT)
+    T = property(lambda self: self._moved(lambda codes: codes.T))
+    mT = property(lambda self: self._moved(lambda codes: codes.mT))
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(self.shape[0]))
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def get_value(self) -> "WithAux":
         return self.value
@@ -128,11 +138,16 @@ class WithAux:
     def __jax_array__(self) -> jax.Array:
         """Its values, for what is no matmul in a model under a provider that serves: there
         functions of a parameter are computed."""
-        takes_boxes = ["promote_dtype" in a.handlers for a in running.here.active]
-        if not any(takes_boxes):
+        serving = [a for a in running.here.active if "promote_dtype" in a.handlers]
+        if not serving:
             self.__array__()
         array = flaxlib.unbox(self.array)
-        return dequantize(array) if isinstance(array, QArray) else array
+        values = dequantize(array) if isinstance(array, QArray) else array
+        inner = intercept.unwrap(values)
+        intercept.remember(inner)
+        for call in serving:  # a matmul of a part of these takes that part of the codes
+            call.notes.setdefault("opened", {})[id(inner)] = inner, self
+        return values
 
     def __array__(self, *_, **__):
         raise TypeError(

@@ -158,6 +158,8 @@ class Coverage:
 
     rows: tuple[Row, ...]
     params: dict[str, Param]
+    # "encoder/dot_general0_lhs" -> the share of the data that its static range clips
+    clipped: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def totals(self) -> Totals:
@@ -207,7 +209,13 @@ class Coverage:
             lines.append([column(group) for column in columns.values()])
         numbers = {i for i, k in enumerate(columns) if k in ("times", "FLOP", "bytes")}
         return "\n".join(
-            [table(lines, numbers), *self._kernels(), "", str(self.totals)]
+            [
+                table(lines, numbers),
+                *self._kernels(),
+                *self._clipped(),
+                "",
+                str(self.totals),
+            ]
         )
 
     def _kernels(self) -> list[str]:
@@ -218,6 +226,15 @@ class Coverage:
             if row.kernels:
                 lines += ["", f"{_path(group)} {row.op}", *map(str, row.kernels)]
         return lines
+
+    def _clipped(self) -> list[str]:
+        """What static ranges cut off of the data, the most first."""
+        if not self.clipped:
+            return []
+        worst = sorted(self.clipped.items(), key=lambda item: -item[1])
+        lines = [["static range of", "clips"]]
+        lines += [[name, f"{100 * part:.3g}%"] for name, part in worst]
+        return ["", table(lines, {1})]
 
     __repr__ = __str__
 

@@ -17,7 +17,9 @@ FLOPs are those of the mathematics (2 per product): what a format costs beyond (
 zero points, tiles) is not counted as work.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ from flax import nnx
 from midtread.kernels.environment import DEVICES, here, implementation
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
+from midtread.model.clipping import clipped
 from midtread.model.coverage import Coverage, Param
 from midtread.model.function import quantize_function
 from midtread.model.ledger import Ledger, Witness
@@ -44,6 +47,8 @@ def explain(
     method: str = "__call__",
     kernels: bool = False,
     device: str | None = None,
+    data: Iterable[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Coverage:
     """Lists every contraction of a model under a provider; the result prints as a table.
@@ -66,15 +71,21 @@ def explain(
         method: the method that is explained.
         kernels: whether to say which kernel each contraction takes, forward and backward,
             and why those before it refused.
-        device: for which device to say that, such as "h200" or "l40s"; None for this one.
+        device: for which device to say that, such as "h200" or "l40s"; None: this one.
+        data: batches to run the model on, each its input or a tuple of its inputs: how
+            much of them every static range clips is told below the table.
+        variables: with `data`, for a Linen model: what `apply` of the quantized model takes.
 
     Returns:
         A Coverage: one record per contraction, and totals of FLOPs and bytes.
 
     Raises:
         ValueError: A rule matches nothing; the message has the paths nearest to it. Or
-            `device` is not known, or given without `kernels`.
+            `device` is not known, or given without `kernels`; or `data` without a static
+            range, or `variables` without `data`.
     """
+    if variables is not None and data is None:
+        raise ValueError("variables are for data: give both, or neither.")
     if device is not None and not kernels:
         raise ValueError(f"device={device!r} is for kernels=True: write both.")
     if device is not None and device not in DEVICES:
@@ -102,7 +113,11 @@ def explain(
     if text:
         raise ValueError(text)
     on = (device,) if kernels else ()
-    return Ledger(provider, seen, params, on).coverage(jaxpr)
+    coverage = Ledger(provider, seen, params, on).coverage(jaxpr)
+    if data is None:
+        return coverage
+    shares = clipped(model, provider.fresh(), method, data, variables)
+    return dataclasses.replace(coverage, clipped=shares)
 
 
 # --- tracing ----------------------------------------------------------------------------------

@@ -196,7 +196,17 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
     """Returns a variable to `read` and `write`, made if it is not there. Its shape must be
     what `init` would give."""
     if isinstance(module, nn.Module):
-        var = module.scope.variable(collection, name, init)
+        try:
+            var = module.scope.variable(collection, name, init)
+        except (
+            flax.errors.ScopeCollectionNotFound,
+            flax.errors.ScopeVariableNotFoundError,
+        ):
+            raise ValueError(
+                f"{path_of(module)!r}: the variables have no {name!r} in {collection!r}. Give "
+                f"`apply` what `init` of this model makes, {{'params': ..., {collection!r}: "
+                f"...}}, or mutable=[{collection!r}] to gather it now."
+            ) from None
     elif hasattr(module, name):
         var = getattr(module, name)
     else:
@@ -234,7 +244,14 @@ def param(
 ) -> Any:
     """Returns a parameter of the module, made if it is not there."""
     if isinstance(module, nn.Module):
-        return module.scope.param(name, lambda _: init())
+        try:
+            return module.scope.param(name, lambda _: init())
+        except flax.errors.ScopeParamNotFoundError:
+            raise ValueError(
+                f"{path_of(module)!r}: the parameters lack {name!r}, which this provider "
+                "adds: take them from `init` of this model, or from mt.quantize_variables "
+                "(with the float model's quant_stats, for static scales)."
+            ) from None
     if not hasattr(module, name):
         setattr(module, name, jax.tree.map(kind, init()))
     return getattr(module, name)

@@ -88,9 +88,17 @@ JITTED = of_kind(BEHIND_JIT)
 # The functions inside those jits are caught too, because somebody may have imported the jitted
 # function before it was replaced: then boxes among its arguments are seen here.
 _BEHIND_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
-# These move an array's values and compute nothing, so they work on boxes as well.
-RESHAPES = ("reshape", "squeeze", "expand_dims", "ravel")
+# functions that move an array's values and compute nothing: a box goes through them
+RESHAPES = ("reshape", "ravel")
 COPIES = ((jnp, "astype"), (jnp, "copy"), (jnp, "array"), (lax, "convert_element_type"))
+
+# functions that take parts of an array, or lay it out otherwise: codes may follow them
+VIEWS = {
+    jnp: """split array_split hsplit vsplit dsplit unstack repeat flip flipud fliplr
+        negative squeeze expand_dims broadcast_to""",
+    lax: """slice slice_in_dim index_in_dim dynamic_slice dynamic_slice_in_dim split
+        dynamic_index_in_dim squeeze expand_dims rev neg broadcast_in_dim""",
+}
 
 _originals: dict[str, Callable] = {}
 _install_lock = threading.Lock()
@@ -101,8 +109,9 @@ def active(
 ) -> contextlib.AbstractContextManager:
     """Makes a provider's handlers apply inside, in a call of `model`."""
     install()
-    entry = trace_of(lax.full((), 0.0))
-    return running.active(running.Call(provider, handlers, model, entry))
+    here_now = lambda: trace_of(lax.full((), 0.0))
+    call = running.Call(provider, handlers, model, here_now(), trace_here=here_now)
+    return running.active(call)
 
 
 def current_module() -> Any:
@@ -333,9 +342,13 @@ def _catch_operators() -> None:
         *((library, name, None) for library, name in COPIES),
     ):
         setattr(library, name, _noting(getattr(library, name), turn))
-    for name in ("squeeze", "expand_dims"):
-        for library in (jnp, lax):
-            setattr(library, name, _opening(getattr(library, name)))
+    concrete.__neg__ = _viewing(concrete.__neg__, operator.neg)
+    concrete.squeeze = _viewing(concrete.squeeze, jnp.squeeze)
+    concrete.__iter__ = _iterating(concrete.__iter__)
+    for library, names in VIEWS.items():
+        for name in names.split():
+            if hasattr(library, name):
+                setattr(library, name, _viewing(getattr(library, name)))
     for name in ("T", "mT"):
         turn = operator.attrgetter(name)
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
@@ -357,17 +370,29 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
     return wrapper
 
 
-def _opening(original: Callable) -> Callable:
-    """Makes `original` work on boxes. It notes nothing, for a trace does not follow these
-    functions either: the shape of a stored weight could be the one before or after."""
+def _viewing(original: Callable, view: Callable | None = None) -> Callable:
+    """`original`, one of VIEWS; what it makes of a parameter outside of a trace is noted.
+    `view` does the same to a tracer, where `original` is a method of concrete arrays."""
 
     @functools.wraps(original)
     def wrapper(a, *args, **kwargs):
-        if _is_boxed(a):
-            return _box_moved(original.__name__, None, a, *args, **kwargs)
-        return original(a, *args, **kwargs)
+        if not here.active or here.engine:
+            return original(a, *args, **kwargs)
+        a = a.__jax_array__() if getattr(type(a), "is_boxed", False) else a
+        out = original(a, *args, **kwargs)
+        return _noted_view(view or original, out, a, args, kwargs)
 
-    return wrapper
+    return _with_methods_of(original, wrapper)
+
+
+def _noted_view(view: Callable, out: Any, a: Any, args: tuple, kwargs: dict) -> Any:
+    """Remembers of parts of a parameter how they were taken, as jit would."""
+    if id(a) in here.casts and not isinstance(a, jax.core.Tracer):
+        with running.disabled():
+            made = {"jaxpr": jax.make_jaxpr(lambda a: view(a, *args, **kwargs))(a)}
+        for index, part in enumerate(jax.tree.leaves(out)):
+            remember(part, Made("jit", made, [a], index))
+    return out
 
 
 def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> Any:
@@ -420,7 +445,7 @@ def _indexing(original: Callable) -> Callable:
             )
             if rows is not NotImplemented:
                 return rows
-        return original(self, index)
+        return _noted_view(operator.getitem, original(self, index), self, (index,), {})
 
     return wrapper
 
@@ -431,6 +456,18 @@ def row_indices(index: Any) -> Any:
         (index,) = index
     is_ids = hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)
     return index if is_ids and index.ndim else None
+
+
+def _iterating(original: Callable) -> Callable:
+    """`a, b = stack`: each of them an index, while a model runs."""
+
+    @functools.wraps(original)
+    def wrapper(self):
+        if id(self) in here.casts and self.ndim:
+            return (self[i] for i in range(len(self)))
+        return original(self)
+
+    return wrapper
 
 
 def _opaque(make: Callable) -> Callable:
@@ -455,56 +492,57 @@ def ancestors(x: Any) -> Iterator[Any]:
 
 
 def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-    """Yields (ancestor, axes). Axis i of `x` is axis axes[i] of what the layer reshaped the
-    ancestor to, if it did; axes is None where transposes and reshapes mix. JAX's private
-    attributes are: `parent`, by which jit records equations, and `primal` and `val`, which
-    grad and vmap wrap."""
+    """(ancestor, axes): axis i of `x` is axis axes[i] of what the layer reshaped the
+    ancestor to, if it did; None where transposes and reshapes mix."""
     axes, is_reshaped = tuple(range(getattr(x, "ndim", 0))), False
     while x is not None:
         x = unwrap(x)
         yield x, axes
-        permutation, child = None, x
-        parent = x.parent if _has(type(x), "parent") else None
-        if parent is not None:
-            turns = _turns(parent.primitive.name, parent.params)
-            if turns is None or len(parent.in_tracers) != 1:
-                return
-            (x,) = parent.in_tracers
-            if x.size != child.size:
-                return
-            permutation = functools.reduce(
-                lambda p, q: [p[a] for a in q], turns or [None]
-            )
-        elif _has(type(x), "get_const"):
-            const = x.get_const()
-            x = None if const is x else const
-        else:
-            _, x, permutation = here.casts.get(id(x), (None, None, None))
+        made = made_by(x)
+        turns = None if made is None else _turns(made.primitive, made.params)
+        if made is None or turns is None or len(made.operands) != 1:
+            return
+        child, (x,) = x, made.operands
+        if np.size(x) != child.size:
+            return
+        permutation = functools.reduce(lambda p, q: [p[a] for a in q], turns or [None])
         if permutation is not None:
             if axes is not None:
                 axes = None if is_reshaped else tuple(permutation[a] for a in axes)
-        elif x is not None and getattr(x, "shape", None) != child.shape:
+        elif getattr(x, "shape", None) != child.shape:
             is_reshaped = True
 
 
-# The result of these primitives is their operand, cast, reshaped or laid out otherwise.
+class Made(NamedTuple):
+    """The equation that made an array."""
+
+    primitive: str
+    params: dict[str, Any]
+    operands: list[Any]
+    index: int = 0  # which of its results the array is
+
+
+def made_by(x: Any) -> Made | None:
+    """The equation that made an array, where somebody recorded it: jit, or we. Private: a
+    tracer's `parent` is how jit records its equations, `primal` and `val` are what grad and
+    vmap wrap."""
+    parent = x.parent if _has(type(x), "parent") else None
+    if parent is not None:
+        index = next((i for i, v in enumerate(parent.outvars) if v is x.val), 0)
+        operands = list(parent.in_tracers)
+        return Made(parent.primitive.name, parent.params, operands, index)
+    if _has(type(x), "get_const"):
+        const = x.get_const()
+        return None if const is None or const is x else Made("copy", {}, [const])
+    return here.casts.get(id(x), (None, None))[1]
+
+
+# Primitives whose result is their operand: cast, reshaped, or laid out otherwise.
 MOVES = (
     "convert_element_type", "reshape", "copy", "name", "stop_gradient",
     "optimization_barrier", "sharding_constraint", "device_put",
     "reshard", "mesh_cast", "pvary", "pcast",
 )  # fmt: skip
-
-
-def sources(x: Any) -> Iterator[Any]:
-    """Yields `x`, and what it was computed from by functions of one argument of any kind."""
-    while x is not None:
-        yield (x := unwrap(x))
-        parent = getattr(x, "parent", None)
-        if parent is not None:
-            x = parent.in_tracers[0] if len(parent.in_tracers) == 1 else None
-        else:
-            const = x.get_const() if hasattr(x, "get_const") else None
-            x = None if const is x else const
 
 
 def _turns(primitive: str, params: dict[str, Any]) -> list | None:
@@ -540,6 +578,14 @@ def unwrap(x: Any) -> Any:
     return x
 
 
+def mapped(x: Any) -> Iterator[Any]:
+    """The tracers of vmap among what wraps a value, the outermost first."""
+    while (wrapped := _wrapped_in(type(x))) is not None:
+        if wrapped == "val" and x.batch_dim is not None:
+            yield x
+        x = getattr(x, wrapped)
+
+
 @functools.cache
 def _wrapped_in(kind: type) -> str | None:
     """Returns the attribute in which tracers of this class (of grad or vmap) keep the value
@@ -560,8 +606,21 @@ def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
     """Remembers which array a cast or transpose was made from, for this call of the model."""
     is_one = not isinstance(out, list | tuple)
     for cast, source in [(out, args[0])] if is_one else zip(out, args):
-        if cast is not source and hasattr(cast, "dtype"):
-            cast, source = unwrap(cast), unwrap(source)
-            if cast is not source:
-                here.casts[id(cast)] = (cast, source, axes)
+        if cast is source or not hasattr(cast, "dtype"):
+            continue
+        if axes is not None:
+            made = "transpose", {"permutation": axes}
+        elif getattr(source, "shape", None) == cast.shape:
+            made = "convert_element_type", {"new_dtype": cast.dtype}
+        else:
+            made = "reshape", {}
+        remember(cast, Made(*made, [unwrap(source)]))
     return out
+
+
+def remember(x: Any, made: Made | None = None) -> None:
+    """Notes what made an array, while a model runs; None of a parameter: what is made of
+    one is noted as well."""
+    x = unwrap(x)
+    if made is None or made.operands[0] is not x:
+        here.casts[id(x)] = (x, made)

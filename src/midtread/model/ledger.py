@@ -11,15 +11,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import jax
+from flax import linen as nn
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from midtread.model import flaxlib, intercept, jaxprs, operands
+from midtread.model import flaxlib, intercept, jaxprs, operands, running
 from midtread.model.boxes import WithAux
 from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
+from midtread.model.moves import trail
 from midtread.model.rules import recipe_of
-from midtread.model.weights import ADAPTERS, find_param
+from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.recipe import Recipe
@@ -82,6 +86,9 @@ class Witness:
         if self._op is not None and not self._op.op_id:
             self._op.rule, self._op.op_id = index, op_id or ""
 
+    def range(self, name: str, x: Any, range_: Any) -> None:
+        """Of no interest here: model/clipping.py runs the model for it."""
+
     def contraction(self, c, recipe, lhs, rhs, run) -> Any:
         weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)
         entry = _Contraction(self._op, c, recipe, (lhs, rhs), weights)
@@ -103,18 +110,50 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = flaxlib.unbox(x)
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
-        name = find_param(module, x) if hasattr(x, "dtype") else None
-        return name and re.sub(r"(~\d+|\[i\])$", "", name)
+        found = find_param(module, x) if hasattr(x, "dtype") else None
+        return found and re.sub(r"(~\d+|\[i\])$", "", found)
+    held = _codes_in(module)
+    near = {id(intercept.unwrap(q.qvalue)): name for name, q in held.items()}
+    last = x.qvalue
+    for last, _ in trail(x.qvalue):
+        if id(last) in near:
+            return near[id(last)]
+    far = {id(intercept.unwrap(q.qvalue)): name for name, q in _codes_of_model()}
+    if id(last) in far:
+        return far[id(last)]
+    if not origin_is_hidden(last, {k: q.qvalue for k, q in held.items()}):
+        return None
+    alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
+    return (alike or list(held) or [None])[0]
+
+
+def _codes_in(module: Any) -> dict[str, QArray]:
+    """{name: codes} of the quantized parameters of a module."""
     boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
-    quantized = {}
-    for name, param in {**flaxlib.params_of(module), **boxes}.items():
-        param = flaxlib.unbox(param)
-        param = param.array if isinstance(param, WithAux) else param
-        if isinstance(param, QArray):
-            quantized[name] = param
-    same = [k for k, q in quantized.items() if q.qvalue is x.qvalue]
-    alike = [k for k, q in quantized.items() if sorted(q.shape) == sorted(x.shape)]
-    return (same or alike or list(quantized) or [None])[0]
+    return _codes({**flaxlib.params_of(module), **boxes})
+
+
+def _codes_of_model() -> list[tuple[str, QArray]]:
+    """(path, codes) of every quantized parameter of the model that runs."""
+    model = running.here.active[0].model if running.here.active else None
+    if isinstance(model, nn.Module):
+        params = flax.core.unfreeze(model.variables.get("params", {}))
+        is_leaf = lambda _, value: isinstance(value, WithAux)
+        flat = flax.traverse_util.flatten_dict(params, sep="/", is_leaf=is_leaf)
+        return list(_codes(flat).items())
+    if not isinstance(model, nnx.Module):
+        return []
+    return [
+        ("/".join(map(str, (*path, name))), q)
+        for path, module in nnx.iter_modules(model)
+        for name, q in _codes_in(module).items()
+    ]
+
+
+def _codes(params: dict[str, Any]) -> dict[str, QArray]:
+    opened = {name: flaxlib.unbox(param) for name, param in params.items()}
+    arrays = {k: v.array if isinstance(v, WithAux) else v for k, v in opened.items()}
+    return {name: q for name, q in arrays.items() if isinstance(q, QArray)}
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -133,6 +172,7 @@ class Ledger:
         self.rules = provider._rules
         self.provider = type(provider).__name__
         self.factors = getattr(provider, "_factors", {})  # LoRA's factors, by weight
+        self.left_float = getattr(provider, "_not_carried", {})  # weight -> why
         self.entries, self.params = seen.entries, params
         self.contracted = {
             id(x.op) for x in self.entries if isinstance(x, _Contraction)
@@ -404,6 +444,9 @@ class Ledger:
         rows_of_unused = []
         for name, param in large.items():
             path, _, short = name.rpartition("/")
+            reason = f"no contraction has {short} as an operand of its own"
+            if name in self.left_float:
+                reason = f"stays float: what is multiplied {self.left_float[name]} it"
             rows_of_unused.append(
                 Row(
                     path=path,
@@ -411,7 +454,7 @@ class Ledger:
                     shapes=(param.shape,),
                     weight=name,
                     weight_bytes=param.nbytes,
-                    reason=f"no contraction has {short} as an operand of its own",
+                    reason=reason,
                 )
             )
         return rows_of_unused

@@ -68,6 +68,7 @@ class QuantizationProvider:
     # The fields of our rules that it acts on. Others are refused by name, and `refusal` says
     # why and what to write. None leaves that to a subclass with rules of its own.
     honours: frozenset[str] | None = None
+    traces_inside = False  # whether a model of its own was seen to trace inside itself
     refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
     ops: tuple[str, ...] = intercept.CONTRACTIONS
     # A rule matches these ops only if its op_names have them.
@@ -131,6 +132,10 @@ class QuantizationProvider:
     def needs_rngs(self) -> bool:
         """Whether a model under this provider draws random numbers for it."""
         return any(recipe_of(rule, False, True).is_random for rule in self._rules)
+
+    def likeness(self) -> Any:
+        """What providers have in common whose handlers do the same; None to be alone."""
+        return None
 
     def handlers(self) -> dict[str, Callable]:
         """Returns the methods that replace JAX's functions, by the ops' names."""
@@ -302,11 +307,12 @@ class QuantizationProvider:
         """Returns a copy with the same rules that has seen no model and gives no warnings."""
         new = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, dict | list):  # it learns of a model in these
+            if isinstance(value, dict | list):  # what it learns of a model
                 setattr(new, name, copy.copy(value))
         new._rule_matches, new._paths = [0] * len(self._rules), {}
         new._initial_run_complete = True
-        new.__dict__.pop("_cache_number", None)
+        for name in ("_cache_number", "_kind"):
+            new.__dict__.pop(name, None)
         return new
 
     def get_unused_rules(self) -> list[Any]:
@@ -317,6 +323,18 @@ class QuantizationProvider:
                 "init or apply, before get_unused_rules."
             )
         return [r for r, count in zip(self._rules, self._rule_matches) if not count]
+
+
+def like_by_rules(provider: QuantizationProvider, cls: type) -> Any:
+    """The rules, of a provider that is of this very class and so depends on nothing else."""
+    if type(provider) is not cls:
+        return None
+    key = cls, tuple(provider._rules)
+    try:
+        hash(key)
+    except TypeError:  # a rule with a dict or an array in it
+        return None
+    return key
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib
+from midtread.model import flaxlib, guards
 from midtread.model.provider import QuantizationProvider
 
 
@@ -57,6 +57,7 @@ def quantize_model(
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    guards.install()
     if isinstance(model, nn.Module):
         if model_inputs or model_inputs_kwargs:
             raise ValueError("Model inputs must not be provided for linen models.")

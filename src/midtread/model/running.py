@@ -7,7 +7,10 @@
     call_of(provider)         returns what a provider has noted in this call of its model
 
 All of it is kept in one record, ops/context.py's `here`, whose frozen part is in jit's cache
-key, so modules that match different rules never share a trace.
+key: modules that match different rules never share a trace. Nor do providers, but for those
+of one class and equal rules whose models were never seen to trace anything inside
+themselves: there jit caches JAX's own small functions alone, and the second of two equal
+models need not compile them again.
 """
 
 import collections
@@ -18,6 +21,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.extend
 from flax import linen as nn
 
 from midtread.ops import witness
@@ -37,8 +41,10 @@ class Call:
 
     provider: Any
     handlers: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    model: Any = None
-    entry: Any = None
+    model: Any = None  # that was called; None if only functions were wrapped
+    entry: Any = None  # the trace it was called in
+    state: Any = dataclasses.field(default_factory=lambda: _trace_state())
+    trace_here: Callable[[], Any] = lambda: None  # the trace that jit would keep
     is_enabled: bool = True
     counters: dict[int, tuple[Any, collections.Counter]] = dataclasses.field(
         default_factory=dict
@@ -51,6 +57,49 @@ def cache_number(provider: Any) -> int:
     if not hasattr(provider, "_cache_number"):
         provider._cache_number = next(_numbers)
     return provider._cache_number
+
+
+def _trace_state() -> Any:
+    """Something that is equal in one and the same trace."""
+    return jax.extend.core.get_opaque_trace_state(convention="flax")
+
+
+_kinds: dict[Any, int] = {}  # what equal providers have in common -> a number for it
+_shared: dict[int, int] = {}  # that number -> the one in their key
+
+
+def _key_number(provider: Any) -> int:
+    """The provider's number in jit's key."""
+    kind = _kind_of(provider)
+    if kind is None or not provider._initial_run_complete or provider.traces_inside:
+        return cache_number(provider)
+    return _shared.setdefault(kind, next(_numbers))
+
+
+def _kind_of(provider: Any) -> int | None:
+    if not hasattr(provider, "_kind"):
+        likeness = provider.likeness()
+        known = None if likeness is None else _kinds.setdefault(likeness, len(_kinds))
+        provider._kind = known
+    return provider._kind
+
+
+def _note_trace(call: Call) -> None:
+    """A handler is about to run. In a trace begun inside the model it may read the model's
+    own arrays, so that no other model's may be the same; nor this one's, which jit is
+    about to keep under the number they share."""
+    provider = call.provider
+    if provider.traces_inside or _trace_state() == call.state:
+        return
+    if call.trace_here() is not call.entry:  # not so for vmap and grad alone
+        provider.traces_inside = True
+        forget_shared(_kind_of(provider))
+
+
+def forget_shared(kind: int | None = None) -> None:
+    """Lets providers of a kind, or all, share nothing with those before them."""
+    for known in [*_shared] if kind is None else [kind]:
+        _shared.pop(known, None)
 
 
 def call_of(provider: Any) -> Call:
@@ -171,7 +220,7 @@ def _key() -> Key | None:
     if not here.active or here.closed:
         return None
     models = tuple(
-        (cache_number(call.provider), call.provider.rules_here())
+        (_key_number(call.provider), call.provider.rules_here())
         for call in here.active
         if call.is_enabled
     )
@@ -195,6 +244,7 @@ def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
     for call in here.active:
         if call.is_enabled and name in call.handlers:
             call.is_enabled = False
+            _note_trace(call)
             try:
                 with keyed(_key()):
                     out = witness.handle(name, call.handlers[name], args, kwargs)

@@ -14,6 +14,13 @@ from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
 
+# what makes an activation, whatever it multiplies
+PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "custom_vjp_call",
+)
 ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is about
 
 
@@ -43,12 +50,37 @@ def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
     }
 
 
-def computed_from(module: Any, x: Any) -> str | None:
-    """Returns the name of the parameter that `x` is computed from alone, or None."""
-    params = flaxlib.params_of(module).items()
-    names = {id(intercept.unwrap(v)): name for name, v in params}
-    names_met = (names.get(id(a)) for a in intercept.sources(flaxlib.unbox(x)))
-    return next(filter(None, names_met), None)
+def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tuple]:
+    """The parameters, as those of `known` have them by id, that `x` is a function of, and of nothing
+    else but constants; none if an input of the model or a product is among it."""
+    memo = call.notes.setdefault(
+        "computed_from", {}
+    )  # id -> (array, what it is made of)
+
+    def look(x: Any) -> dict[int, tuple] | None:
+        x = intercept.unwrap(x)
+        for params in known:
+            if id(x) in params:
+                return {id(x): params[id(x)]}
+        if id(x) in memo:
+            return memo[id(x)][1]
+        memo[id(x)] = x, None  # until it is known
+        made, found = intercept.made_by(x), {}
+        if made is None:
+            found = None if isinstance(x, jax.core.Tracer) else {}
+        elif made.primitive in PRODUCTS:
+            found = None
+        else:
+            for operand in made.operands:
+                part = look(operand)
+                if part is None:
+                    found = None
+                    break
+                found |= part
+        memo[id(x)] = x, found
+        return found
+
+    return list((look(flaxlib.unbox(x)) or {}).values())
 
 
 def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:

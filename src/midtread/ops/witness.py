@@ -7,6 +7,7 @@ is no witness, and then each function below costs one look at the thread's conte
     handle(name, handler, ...)        an op was intercepted
     rule(...)                         the provider chose this rule for it
     contraction(c, recipe, ...)       the engine was asked to compute this
+    range(name, x, range)             this static range is used for an activation
 
 `inside`, `handle` and `contraction` surround what they report, so that a witness can mark the
 equations that are traced meanwhile.
@@ -58,3 +59,10 @@ def contraction(c: Any, recipe: Any, lhs: Any, rhs: Any, run: Callable) -> Any:
     if here.witness is None:
         return run()
     return here.witness.contraction(c, recipe, lhs, rhs, run)
+
+
+def range_used(name: str, x: Any, range_: Any) -> Any:
+    """`range_`, which is used for the activation `x` of that name in its module."""
+    if here.witness is not None:
+        here.witness.range(name, x, range_)
+    return range_

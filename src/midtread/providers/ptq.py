@@ -22,10 +22,11 @@ from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
-from midtread.model.provider import QuantizationProvider
+from midtread.model.moves import Move, as_seen, follow, stored, trail
+from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import computed_from, origin_is_hidden, owners, turn_of
+from midtread.model.weights import computed_from, origin_is_hidden, owners
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -36,6 +37,7 @@ from midtread.numerics.qarray import (
 )
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
+from midtread.ops import witness
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import look_up, number_table_axes
@@ -86,7 +88,7 @@ class PtqProvider(QuantizationProvider):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._not_carried: dict[str, set[str]] = {}  # path -> weights that stay float
+        self._not_carried: dict[str, str] = {}  # a weight that stays float -> why
         # path -> (shape, number of shards) of operands whose origin is not known
         self._hidden: dict[str, set[tuple[tuple[int, ...], int]]] = {}
         # a weight rule that matched -> (it met a weight, a path where it matched)
@@ -108,8 +110,12 @@ class PtqProvider(QuantizationProvider):
                 )
         return rule
 
+    def likeness(self) -> Any:
+        return like_by_rules(self, PtqProvider)
+
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
+        args = [self._codes_of(a) for a in args]
         boxed = any(_is_box(a) for a in args)
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
@@ -123,9 +129,10 @@ class PtqProvider(QuantizationProvider):
         names = {id(a): self._place(a, not boxed) for a in args if _is_float(a)}
         if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
             self._note_met(rule, boxed or any(names.values()))
-            self._note_computed(
-                [a for a in args if id(a) in names and not names[id(a)]]
-            )
+            if not boxed:
+                self._note_computed(
+                    [a for a in args if id(a) in names and not names[id(a)]]
+                )
         ops = Ops(functools.partial(self._serve, rule, op_id, names))
         return getattr(ops, name)(*args, **kwargs)
 
@@ -133,6 +140,7 @@ class PtqProvider(QuantizationProvider):
         """A look-up: from a box, or one that makes the box if a rule names it."""
         rule, _ = self._get_current_rule_and_op_id("take")
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
+        a = self._codes_of(a)
         if isinstance(a, WithAux):
             self._check_format(a, spec)
         a = _open(a)
@@ -145,7 +153,8 @@ class PtqProvider(QuantizationProvider):
         if spec is not None:
             self._note_met(rule, _is_box(a) or place is not None)
         if place is not None:
-            a = self._quantize_param(place, a, number_table_axes(spec, a.ndim, axis))
+            made = self._quantize_param(place, a, number_table_axes(spec, a.ndim, axis))
+            a = a if made is None else made
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
@@ -163,9 +172,8 @@ class PtqProvider(QuantizationProvider):
             if spec is None:
                 continue
             if params[side] is not None:
-                sides[side] = self._quantize_param(
-                    params[side], x, c.number_axes(spec, side)
-                )
+                made = self._quantize_param(params[side], x, c.number_axes(spec, side))
+                sides[side] = x if made is None else made
             elif _is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
@@ -187,23 +195,51 @@ class PtqProvider(QuantizationProvider):
                 "rule the format that the weight has."
             )
 
+    def _codes_of(self, x: Any) -> Any:
+        """The codes behind an operand that is made of the values of a box, where they can
+        follow; else the operand."""
+        opened = running.call_of(self).notes.get("opened")
+        if not opened or not _is_float(x):
+            return x
+        for ancestor, moves in trail(flaxlib.unbox(x)):
+            if id(ancestor) in opened:
+                box = opened[id(ancestor)][1]
+                codes = follow(flaxlib.unbox(box.array), moves)
+                return x if codes is None else box.value.replace(array=codes)
+        return x
+
     def _place(
         self, x: jax.Array, elsewhere: bool = True
-    ) -> tuple[Any, str, tuple[int, ...]] | None:
-        """(module, name, axes) of the parameter that x is, None for an activation: axis i
-        of x is the parameter's axes[i]. Where the other operand is a weight already, only
-        the module's own parameters are asked, and not those held `elsewhere`."""
+    ) -> tuple[Any, str, list[Move]] | None:
+        """(module, name, moves) of the parameter that the moves make x of, None for an
+        activation. Where the other operand is a weight already, only the module's own
+        parameters are asked, and neither parts of them nor those held `elsewhere`."""
         module = intercept.current_module()
         name = self.find_param(module, x)
-        if name is None and elsewhere:
-            module, name = self._held_elsewhere(module, x)
-        axes = None if name is None else turn_of(module, name, x)
-        if axes is None or not self._is_of_model(module, name):
+        if name is None:
+            found = self._viewed(module, x) if elsewhere else None
+        else:
+            param = intercept.unwrap(flaxlib.params_of(module)[name])
+            ways = (moves for a, moves in trail(flaxlib.unbox(x)) if a is param)
+            found = module, name, next(ways, [])  # none: it was found by its shape
+        if found is None or not self._is_of_model(*found[:2]):
             return None
-        return module, name, axes
+        owner, name, moves = found
+        seen = as_seen(flaxlib.params_of(owner)[name], x, moves)
+        return None if seen is None else (owner, name, seen)
 
-    def _held_elsewhere(self, module: Any, x: jax.Array) -> tuple[Any, str | None]:
-        """(module, name) of a parameter that another module of the model holds."""
+    def _viewed(self, module: Any, x: jax.Array) -> tuple[Any, str, list[Move]] | None:
+        """A parameter of the module, or of another, that x is a part of."""
+        known = self._params_near(module)
+        for ancestor, moves in trail(flaxlib.unbox(x)):
+            for params in known:
+                _, owner, name = params.get(id(ancestor), (None, None, ""))
+                if owner is not None and _is_float(flaxlib.params_of(owner).get(name)):
+                    return owner, name, moves
+        return None
+
+    def _params_near(self, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
+        """{id: (array, module that holds it, name)} of what the model can multiply by."""
         call = running.call_of(self)
         known = [call.notes.get("made", {})]
         roots = [call.model]
@@ -215,12 +251,7 @@ class PtqProvider(QuantizationProvider):
                 if id(root) not in every:  # with it: id() of one gone is used again
                     every[id(root)] = root, owners(root)
                 known.append(every[id(root)][1])
-        for ancestor in intercept.ancestors(flaxlib.unbox(x)):
-            for params in known:
-                _, owner, name = params.get(id(ancestor), (None, None, None))
-                if name is not None and _is_float(flaxlib.params_of(owner).get(name)):
-                    return owner, name
-        return module, None
+        return known
 
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
         """Notes whether an op that a weight rule matched has a weight."""
@@ -232,19 +263,20 @@ class PtqProvider(QuantizationProvider):
     def _note_computed(self, operands: list[jax.Array]) -> None:
         """Notes the parameters that operands are functions of: these stay float."""
         module = intercept.current_module()
-        found = {
-            self.find_param(module, x) or computed_from(module, x) for x in operands
-        }
-        path = flaxlib.path_of(module)
-        if found - {None}:
-            held = self._not_carried.setdefault(path, set())
-            held |= {name for name in found if name is not None}
-            return
+        path, call = flaxlib.path_of(module), running.call_of(self)
+        known = self._params_near(module)
         for x in operands:
+            found = computed_from(call, known, x)
+            for _, owner, name in found:
+                self._note_float(owner, name, "is computed from")
             *_, last = intercept.ancestors(flaxlib.unbox(x))
-            if origin_is_hidden(last, flaxlib.params_of(module)):
-                found = tuple(x.shape), _num_shards()
-                self._hidden.setdefault(path, set()).add(found)
+            if not found and origin_is_hidden(last, flaxlib.params_of(module)):
+                shape = tuple(x.shape), _num_shards()
+                self._hidden.setdefault(path, set()).add(shape)
+
+    def _note_float(self, owner: Any, name: str, why: str) -> None:
+        place = "/".join(filter(None, (flaxlib.path_of(owner), name)))
+        self._not_carried.setdefault(place, why)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
@@ -277,34 +309,46 @@ class PtqProvider(QuantizationProvider):
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
         return outer if theirs == ours else module
 
-    def _quantize_param(self, place, x: jax.Array, how: Spec) -> QArray:
-        """Puts a quantized parameter in the place of a float one."""
-        module, name, axes = place
-        back = tuple(axes.index(a) for a in range(x.ndim))
-        x, how = x.transpose(back), how.transposed(back)
+    def _quantize_param(self, place, x: jax.Array, how: Spec) -> QArray | None:
+        """Puts a quantized parameter in the place of a float one, and returns what the
+        operand is made of; None where the operand's codes cannot be the parameter's."""
+        module, name, moves = place
+        held = flaxlib.params_of(module).get(name)
+        if held is None:  # a box by now: met twice in this op
+            return quantize_by_spec(x, how)
+        kept = stored(how, held.shape, moves)
+        if kept is None:
+            self._note_float(module, name, "cuts the tiles or scales of")
+            return None
+        is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
+        shape, stored_how, moves = kept
         if isinstance(module, nn.Module) and not module.is_initializing():
+            # `init` outside of a trace may not see where a part of a parameter comes from,
+            # nor a copy by a function that was imported by name: then it left it float.
+            boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
+            if not is_whole or any(isinstance(q, QArray) for q in boxes):
+                return None
             raise ValueError(
                 "It seems you're feeding an unquantized param to a quantized model: "
                 f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
                 "quantize_params first."
             )
-        value = quantize_by_spec(x, how)
-        if name not in flaxlib.params_of(
-            module
-        ):  # a box by now: met twice in this call
-            return value.transpose(axes)
-        held, outer = flaxlib.params_of(module)[name], self._outer(module, name)
+        value = quantize_by_spec(held.reshape(shape).astype(x.dtype), stored_how)
+        operand = follow(value, moves)
+        if operand is None:  # from an index that is traced inside a jit
+            operand = quantize_by_spec(x, how)
+        outer = self._outer(module, name)
         made_in = intercept.trace_of(value.qvalue)
         here = made_in is intercept.trace_of(held) or made_in is running.entry_trace()
         here = here and outer is module
         try:
             if here:
-                flaxlib.replace_param(module, name, WithAux(value, how))
+                flaxlib.replace_param(module, name, WithAux(value, stored_how))
         except flax.errors.TraceContextError:
             here = False
         if not here:  # inside a trace of the model's own, which nothing made may leave
-            self._later.append((outer, name, x.shape, how))
-        return value.transpose(axes)
+            self._later.append((outer, name, shape, stored_how))
+        return operand
 
     @property
     def _later(self) -> list:
@@ -322,21 +366,19 @@ class PtqProvider(QuantizationProvider):
 
     def float_weights_text(self) -> str:
         texts = []
-        if self._not_carried:
-            names = [
-                "/".join(filter(None, (path, name)))
-                for path, found in self._not_carried.items()
-                for name in sorted(found)
-            ]
-            texts.append(
-                f"weights that stay float: {', '.join(names)}. What is multiplied is computed "
-                "from them, not they themselves: codes follow casts, reshapes and transposes"
-            )
         left = {
             "/".join(map(str, path)): tuple(param.shape)
             for path, param in flaxlib.all_params(running.call_of(self).model)
             if not _is_box(param) and len(param.shape) > 1
         }
+        names = [name for name in self._not_carried if name in left]
+        if names:
+            texts.append(
+                f"weights that stay float: {', '.join(names)}. What is multiplied "
+                f"{self._not_carried[names[0]]} them: codes follow casts, reshapes, "
+                "transposes, slices at whole tiles, indices, repeats and signs of one "
+                "parameter, and nothing else"
+            )
         for path, found in self._hidden.items():
             names = [
                 name
@@ -374,6 +416,7 @@ class PtqProvider(QuantizationProvider):
         if hasattr(array, "dtype"):
             by_id = running.call_of(self).notes.setdefault("made", {})
             by_id[id(array)] = array, module, name
+            intercept.remember(array)
         return made
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
@@ -540,14 +583,15 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
     scale = flaxlib.param(module, f"{name}_scale", lambda: WithAux(init().scale, spec))
     scale = flaxlib.unbox(scale).array.astype(jnp.float32)
     if not spec.calibration.is_asymmetric:
-        return {"absmax": (scale * spec.format.bound).astype(x.dtype)}
+        absmax = (scale * spec.format.bound).astype(x.dtype)
+        return witness.range_used(name, x, {"absmax": absmax})
     zero = flaxlib.unbox(
         flaxlib.param(module, f"{name}_zero_point", lambda: init().zero_point)
     )
     assert spec.format.codes is not None  # Spec refused the others
     low, high = spec.format.codes
     at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
-    return {"min": at(low), "max": at(high)}
+    return witness.range_used(name, x, {"min": at(low), "max": at(high)})
 
 
 def _num_shards() -> int:

@@ -8,18 +8,20 @@ are averaged over the batches seen, in `quant_stats`.
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from midtread.model import flaxlib, intercept
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.numerics.calibration import statistic
 from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
+from midtread.ops import witness
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import learn_look_up, number_table_axes
@@ -62,6 +64,9 @@ class QtProvider(QuantizationProvider):
             fields = field_names(QuantizationRule)
             rule = QtRule(**{name: getattr(rule, name) for name in fields})
         return super()._init_rule(rule)
+
+    def likeness(self) -> Any:
+        return like_by_rules(self, QtProvider)
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
@@ -130,7 +135,8 @@ class QtProvider(QuantizationProvider):
         )
         if flaxlib.can_update(module):
             flaxlib.write(stat, over_batches.update(flaxlib.read(stat), seen))
-        return over_batches.range(flaxlib.read(stat), seen)
+        found = over_batches.range(flaxlib.read(stat), seen)
+        return witness.range_used(name, x, found)
 
     # Linen splits a random stream over the layers of a scan. In NNX a module that rounds at
     # random has Rngs, and one that stands for a stack of layers has a stack of them.

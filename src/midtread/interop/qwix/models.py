@@ -169,17 +169,18 @@ def recipe_for(
 _place, _note_computed = PtqProvider._place, PtqProvider._note_computed
 
 
-def held_elsewhere(self: PtqProvider, module: Any, x: jax.Array) -> tuple[Any, None]:
-    """Qwix knows the parameters of the module that multiplies, and no others."""
-    del self, x
-    return module, None
+def viewed(self: PtqProvider, module: Any, x: jax.Array) -> None:
+    """Qwix knows the parameters of the module that multiplies, whole, and no others."""
+    del self, module, x
 
 
-def place(self: PtqProvider, x: jax.Array) -> tuple[Any, str, tuple[int, ...]] | None:
+def place(
+    self: PtqProvider, x: jax.Array, elsewhere: bool = True
+) -> tuple[Any, str, list[Any]] | None:
     """Qwix does not know a parameter again that was transposed: `Embed.attend` of a `.*`
     rule stays float, and so does `x @ w.T`."""
-    found = _place(self, x)
-    is_turned = found is not None and list(found[-1]) != sorted(found[-1])
+    found = _place(self, x, elsewhere)
+    is_turned = found is not None and any(m.name == "transpose" for m in found[-1])
     return None if is_turned else found
 
 
@@ -194,13 +195,14 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
      QuantizationProvider.process_model_inputs),
     (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
     (PtqProvider, "_place", place, _place),
-    (PtqProvider, "_held_elsewhere", held_elsewhere, PtqProvider._held_elsewhere),
+    (PtqProvider, "_viewed", viewed, PtqProvider._viewed),
     (PtqProvider, "_note_computed", note_computed, _note_computed),
 ]  # fmt: skip
 
 
 def hook(is_installed: bool = True) -> None:
     """Gives our providers what only Qwix's have, or takes it back."""
+    running.forget_shared()
     for cls, name, theirs, ours in _HOOKS:
         setattr(cls, name, theirs if is_installed else ours)
 
