@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.layout import codes_of
 from midtread.numerics import calibration as calibration_
 from midtread.numerics import qarray, rounding, views
 from midtread.numerics.formats import FORMATS, NF4, as_format
@@ -23,7 +24,7 @@ from midtread.numerics.qarray import QArray
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
 from midtread.ops.contraction import lay_over
-from midtread.ops.engine import Operand, held, result_dtype
+from midtread.ops.engine import Operand, result_dtype
 from midtread.ops.training import is_inside
 
 ShapeT = Sequence[int]
@@ -312,5 +313,5 @@ def get_accumulator_and_result_type(
     result = preferred_element_type
     if result is None:
         result = result_dtype(*args)
-    integers = all(jnp.issubdtype(held(x).dtype, jnp.integer) for x in args)
+    integers = all(jnp.issubdtype(codes_of(x).dtype, jnp.integer) for x in args)
     return (jnp.int32 if integers else result), result
