@@ -140,3 +140,14 @@ def test_strict_is_an_error():
     rule = mt.QuantizationRule(weight_qtype="int8")
     with pytest.raises(ValueError, match="weights that stay float: "):
         mt.quantize_model(Nnx(), mt.PtqProvider([rule], strict=True), X)
+
+
+def test_adapters_stand_beside_whole_parameters_and_parts_are_served():
+    provider = mt.LoraProvider(rank=2, alpha=4.0, weight_qtype="int8")
+    model = Nnx()
+    with pytest.warns(UserWarning, match="weights that stay float: "):
+        adapted = mt.apply_lora_to_model(model, provider, X, rngs=nnx.Rngs(0))
+    boxed = lambda name: isinstance(getattr(adapted, name), mt.WithAux)
+    run = nnx.jit(lambda model, x: model(x))
+    check(run(adapted, X), run(model, X), boxed)
+    assert hasattr(adapted, "T_lora_a") and not hasattr(adapted, "squeezed_lora_a")

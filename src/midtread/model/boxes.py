@@ -94,7 +94,10 @@ class WithAux:
         return self.value.replace(array=move(flaxlib.unbox(self.array)))
 
     def squeeze(self, axis: Any = None) -> Any:
-        return self.reshape(np.squeeze(np.broadcast_to(0, self.shape), axis).shape)
+        np.squeeze(np.broadcast_to(0, self.shape), axis)  # refuses what cannot be
+        axes = range(self.ndim) if axis is None else np.atleast_1d(axis) % self.ndim
+        gone = [a for a in axes if self.shape[a] == 1]
+        return self[tuple(0 if i in gone else slice(None) for i in range(self.ndim))]
 
     def ravel(self) -> Any:
         return self.reshape(-1)
