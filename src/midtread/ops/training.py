@@ -79,19 +79,16 @@ def train(
     return witness.contraction(c, recipe, lhs, rhs, run)
 
 
-FORWARD_MODE = (
-    "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
-    "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
-)
-
-
 def _run(*args) -> jax.Array:
     try:
         return _train_once(*args)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(FORWARD_MODE) from None
+        raise TypeError(
+            "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
+            "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
+        ) from None
 
 
 class _Static(NamedTuple):
