@@ -132,8 +132,16 @@ def train(library, model, x, fields):
     return variables, out, updates, grads
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("rule", RULES)
+# A transformer takes ten seconds: under one rule here, under the others by `-m slow`.
+PAIRS = [
+    pytest.param(rule, model, marks=[pytest.mark.slow] if is_slow else [])
+    for rule in RULES
+    for model in MODELS
+    for is_slow in [model == "transformer" and rule != "qt int8"]
+]
+
+
+@pytest.mark.parametrize(("rule", "model"), PAIRS)
 def test_training(rule, model):
     if (rule, model) in PEER_CANNOT:
         pytest.skip(f"Qwix 0.1.8 {PEER_CANNOT[rule, model]}")
