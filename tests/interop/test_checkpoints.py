@@ -213,9 +213,9 @@ def test_float_checkpoints_train_quantized_linen(tmp_path):
     target = jax.eval_shape(model.init, jax.random.key(0), X)
     assert "quant_stats" in target
     safetensors.save(tmp_path / "ours", variables)
-    ocp.StandardCheckpointer().save(tmp_path / "all", variables)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "params", variables["params"])
+    for name, tree in {"all": variables, "params": variables["params"]}.items():
+        with ocp.StandardCheckpointer() as checkpointer:  # waits until it is written
+            checkpointer.save(tmp_path / name, tree)
     for loaded in (
         safetensors.load_float(tmp_path / "ours", target),
         orbax.load_float(tmp_path / "all", target),

@@ -51,11 +51,10 @@ def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
 
 
 def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tuple]:
-    """The parameters, as those of `known` have them by id, that `x` is a function of, and of nothing
-    else but constants; none if an input of the model or a product is among it."""
-    memo = call.notes.setdefault(
-        "computed_from", {}
-    )  # id -> (array, what it is made of)
+    """The parameters, as those of `known` have them by id, that `x` is a function of, and
+    of nothing else but constants; none if an input of the model or a product is among it."""
+    # id -> (array, what it is made of)
+    memo = call.notes.setdefault("computed_from", {})
 
     def look(x: Any) -> dict[int, tuple] | None:
         x = intercept.unwrap(x)
@@ -68,7 +67,7 @@ def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tupl
         made, found = intercept.made_by(x), {}
         if made is None:
             found = None if isinstance(x, jax.core.Tracer) else {}
-        elif made.primitive in PRODUCTS:
+        elif _is_product(made.primitive, made.params):
             found = None
         else:
             for operand in made.operands:
@@ -81,6 +80,14 @@ def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tupl
         return found
 
     return list((look(flaxlib.unbox(x)) or {}).values())
+
+
+def _is_product(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Whether an equation multiplies, itself or in the function that it calls."""
+    if primitive not in ("jit", "pjit"):
+        return primitive in PRODUCTS
+    inner = params["jaxpr"].jaxpr.eqns
+    return any(_is_product(eqn.primitive.name, eqn.params) for eqn in inner)
 
 
 def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
