@@ -65,7 +65,7 @@ WAYS = {
     "int8": ("quantization=int8", *QWIX),
     "fp8_full": ("quantization=fp8_full",),
 }
-ORDINARY = {("bf16", "fsdp:4,tensor:2"), ("int8", "data:2,fsdp:4"), ("fp8_full", "tensor:2,fsdp:-1")}  # fmt: skip
+ORDINARY = {("int8", "data:2,fsdp:4"), ("fp8_full", "tensor:2,fsdp:-1")}  # fmt: skip
 MESHES = ("data:8", "fsdp:8", "data:4,tensor:2", "data:2,fsdp:4", "fsdp:4,tensor:2",
           "data:2,fsdp:2,tensor:2", "tensor:2,fsdp:-1")  # fmt: skip
 

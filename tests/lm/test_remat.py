@@ -35,7 +35,9 @@ def test_codes_are_a_byte_an_element():
     assert anew == 2 * 64  # AQT's backward quantizes anew: the stream alone is kept
 
 
-@pytest.mark.parametrize("policy", ["minimal", "quantized"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("minimal", marks=pytest.mark.slow), "quantized"]
+)
 def test_numbers_do_not_depend_on_it(policy):
     words = [*DELAYED, "num_decoder_layers=1"]
     plain = curve(words, steps=3)

@@ -47,7 +47,9 @@ def run(tmp_path_factory):
     return str(train(settings.load(words)).folder)
 
 
-@pytest.mark.parametrize("value", ["int4w", "int8"])
+@pytest.mark.parametrize(
+    "value", ["int4w", pytest.param("int8", marks=pytest.mark.slow)]
+)
 def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     ((_, config),) = settings.load_checkpoints([run, f"quantization={value}"])
     folder = convert.quantize(config, run, say=lambda text: None)

@@ -43,7 +43,7 @@ def data(rng, shape, dtype, size=1.0):
 
 # Compiling takes the time, and CI has little; PEER_CASES=4 in the environment draws
 # thousands of cases.
-SHARE = float(os.environ.get("PEER_CASES", "0.3"))
+SHARE = float(os.environ.get("PEER_CASES", "0.2"))
 
 
 def sample(cases, count, seed=0):

@@ -89,7 +89,9 @@ def trained(provider=None):
     return params, float(score.mean())
 
 
-@pytest.mark.parametrize("act, bwd", [("int8", "int8"), ("fp8", "e5m2")])
+@pytest.mark.parametrize(
+    "act, bwd", [("int8", "int8"), pytest.param("fp8", "e5m2", marks=pytest.mark.slow)]
+)
 def test_quantized_training_is_within_a_point_of_float(act, bwd):
     rule = mt.QtRule(weight_qtype=act, act_qtype=act, bwd_qtype=bwd)
     _, score = trained(mt.QtProvider([rule]))
