@@ -50,7 +50,10 @@ def test_jit_and_remat(transform, name, arrays, key):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(8, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1), (1, 8)])],
+)
 def test_any_mesh(shape, name, arrays, key):
     step = jax.jit(gradients(mt.learn(mt.recipe(name), key=key).dot))
     grid = mesh(*shape)
