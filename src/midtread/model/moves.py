@@ -402,7 +402,6 @@ ACTS = {
     "dynamic_slice": Act(_taken_axes, _taken),
     "rev": Act(_reversed_axes, _reversed),
     "neg": Act(_same, _negated),
-    "vmap": Act(
-        _squeezed_axes, lambda q, move: None
-    ),  # one of many, nobody knows which
+    # One of many, and nobody knows which.
+    "vmap": Act(_squeezed_axes, lambda q, move: None),
 }
