@@ -16,6 +16,8 @@ from gpu_timing import BANDWIDTH, HEADS, KEY, KV_HEADS, D, attempt, measure
 from jax import lax
 
 import midtread as mt
+from midtread.kernels import choose
+from midtread.kernels.decode_attention import Cached
 from midtread.kernels.decode_attention import triton as attention_triton
 from midtread.kernels.environment import implementation
 
@@ -139,9 +141,9 @@ def attention():
 
     def ours(q, k, v, lengths):
         rows = q.reshape(BATCH, KV_HEADS, -1, head)
-        how = {"block": 128, "programs": 512, "stages": 2}
-        run = attention_triton.decode_attention
-        return run(rows, (k, None), (v, None), lengths, None, **how)
+        options = {"block": 128, "programs": 512, "stages": 2}
+        run = functools.partial(attention_triton.decode_attention, fmt=None, **options)
+        return run(rows, (k, None), (v, None), 0 * lengths, lengths)
 
     cases = {
         "bf16, XLA": _time(plain, q, k, v),
@@ -151,7 +153,7 @@ def attention():
     for name in ("int8", "e4m3"):
         for title, axes in (("per head", (0, 1, 2)), ("per token", (0, 1))):
             codes = [mt.quantize(x.astype(jnp.float32), name, channelwise_axes=axes) for x in (k, v)]  # fmt: skip
-            run = functools.partial(attention_triton.attend, gain=1.0, interpret=False)
+            run = lambda q, k, v, n: choose.attend(Cached(q, k, v, 0 * n, n))
             cases[f"{name}, scales {title}"] = _time(run, q, *codes, lengths, calls=20)
     size = lambda name: 2 * k.size * (2 if "bf16" in name else 1)
     return _lines("8 x 32,768 slots, 32 / 8 heads of 128", cases, bases, size, "TB/s of codes")  # fmt: skip

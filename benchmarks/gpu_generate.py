@@ -39,7 +39,7 @@ def measure(name, words, batches, length, is_stacked):
     started = time.perf_counter()
     net = convert.in_memory(config, model.create(m))
     if not is_stacked:
-        net = decode.unstack(net)
+        net = decode.prepare(net)
     weights = convert.nbytes(jax.tree.leaves(nnx.state(net, nnx.Param)))
     weights -= net.token_embedder.embedding.nbytes if not m.logits_via_embedding else 0
     print(f"# {name}: {weights / 1e9:.2f} GB read a token, made in {time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip

@@ -109,7 +109,7 @@ def _generate(words: Sequence[str]) -> None:
     checkpoint.require_same_tokenizer(path, codec)
     model = convert.load(config, path)
     if not config.mesh:  # on a mesh, layers are gathered one by one as they are scanned
-        model = decode.unstack(model)
+        model = decode.prepare(model)
     is_chat = bool(codec.chat) and config.use_chat_template
     terminal.stream(config.prompt[0] + ("\n" if is_chat else ""))
     result = generate(model, codec, config, on_text=terminal.stream)

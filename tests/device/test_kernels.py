@@ -12,8 +12,10 @@ import pytest
 
 import midtread as mt
 from midtread.kernels import choose
+from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import implementation
 from midtread.kernels.weight_matmul import few_codes
+from tests.kernels.test_grouped import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -413,7 +415,8 @@ def test_attention_over_a_cache(name, axes):
     v = random(2, *shape, dtype=jnp.float32) * jnp.asarray(spread, jnp.float32)
     v = quantize(v, name, channelwise_axes=axes)
     q, lengths = random(3, 3, 1, 20, 128), jnp.array([1000, 1, 130])
-    got = by_kernel(lambda q: choose.attend(q, k, v, lengths), q)
+    run = lambda q: choose.attend(Cached(q, k, v, 0 * lengths, lengths))
+    got = by_kernel(run, q)
     k, v = (mt.dequantize(x, jnp.float32) for x in (k, v))
     rows = q.astype(jnp.float32).reshape(3, 4, 5, 128)
     high = {"precision": "highest"}
@@ -421,6 +424,21 @@ def test_attention_over_a_cache(name, axes):
     inside = jnp.arange(1000) < lengths[:, None]
     weights = jax.nn.softmax(jnp.where(inside[:, None, None], logits, -jnp.inf))
     want = jnp.einsum("bkgs,bskh->bkgh", weights, v, **high).reshape(q.shape)
+    for i in range(3):
+        assert error(got[i], want[i]) < 5e-3
+
+
+@pytest.mark.parametrize("slots", [200, 1000, 20_000])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": 20}], ids=str)
+def test_attention_over_a_cache_of_floats(slots, options):
+    k, v = random(1, 3, slots, 4, 128), random(2, 3, slots, 4, 128)
+    q, stop = random(3, 3, 1, 20, 128), jnp.array([slots, 1, 130])
+    first = jnp.array([slots // 2, 0, 129])
+    if options.get("sinks"):
+        options = {"sinks": random(4, 20)}
+    run = lambda q: choose.attend(Cached(q, k, v, first, stop, **options))
+    got = by_kernel(run, q)
+    want = attention(q, k, v, stop, first, **options)
     for i in range(3):
         assert error(got[i], want[i]) < 5e-3
 

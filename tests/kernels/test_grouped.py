@@ -303,13 +303,25 @@ def cached(seed, name, axes, *shape):
     return mt.quantize(x, name, channelwise_axes=axes)
 
 
-def attention(q, k, v, lengths, gain=1.0):
-    k, v = (wide(mt.dequantize(x, jnp.float32)) for x in (k, v))
+def attend(q, k, v, stop, first=None, **options):
+    first = jnp.zeros_like(stop) if first is None else first
+    return choose.attend(Cached(q, k, v, first, stop, **options))
+
+
+def attention(q, k, v, stop, first=0, gain=1.0, softcap=None, sinks=None):
+    exact = lambda x: wide(mt.dequantize(x, jnp.float32) if isinstance(x, mt.QArray) else x)  # fmt: skip
+    k, v = exact(k), exact(v)
     q = wide(q).reshape(len(q), k.shape[2], -1, q.shape[-1])
     logits = np.einsum("bkgh,bskh->bkgs", q, k) * gain * q.shape[-1] ** -0.5
-    inside = np.arange(k.shape[1]) < np.asarray(lengths)[:, None]
-    logits = jnp.where(inside[:, None, None], logits, -jnp.inf)
-    out = np.einsum("bkgs,bskh->bkgh", jax.nn.softmax(logits), v)
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    slots = np.arange(k.shape[1])
+    inside = (slots >= np.asarray(first)[..., None]) & (slots < np.asarray(stop)[:, None])  # fmt: skip
+    weights = np.exp(np.where(inside[:, None, None], logits, -np.inf))
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(wide(sinks)).reshape(1, k.shape[2], -1, 1)
+    out = np.einsum("bkgs,bskh->bkgh", weights / total, v)
     return out.reshape(len(q), 1, -1, v.shape[-1])
 
 
@@ -321,14 +333,28 @@ def test_attention_over_a_cache(name, axes, width):
     """Two programs for a context, and a sequence that ends in the first one's part."""
     k, v = (cached(i, name, axes, 2, 150, 2, width) for i in (1, 2))
     q, lengths = random(3, 2, 1, 4, width), jnp.array([150, 70])
-    run = lambda q, lengths: choose.attend(q, k, v, lengths, 1.5)
-    want = attention(q, k, v, lengths, 1.5)
+    run = lambda q, lengths: attend(q, k, v, lengths, gain=1.5)
+    want = attention(q, k, v, lengths, gain=1.5)
     assert error(interpreted(run, q, lengths), want) < 4e-3
+
+
+@pytest.mark.parametrize("parts", [1, 2, 20])
+def test_attention_over_a_cache_of_floats(parts):
+    """A window, a soft cap and sinks; three query heads a head, which is no power of two."""
+    k, v, q = random(1, 2, 330, 2, 32), random(2, 2, 330, 2, 32), random(3, 2, 1, 6, 32)
+    stop, first, sinks = jnp.array([330, 70]), jnp.array([200, 0]), random(4, 6)
+    options = {"gain": 1.5, "softcap": 2.0}
+    got = attention_triton.decode_attention(
+        q.reshape(2, 2, 3, 32), (k, None), (v, None), first, stop, sinks.reshape(2, 3),
+        fmt=None, block=16, programs=4 * parts, interpret=True, **options,
+    )  # fmt: skip
+    want = attention(q, k, v, stop, first, sinks=sinks, **options)
+    assert error(got.reshape(q.shape), want) < 4e-3
 
 
 def test_attention_is_refused_by_name():
     q = random(3, 2, 1, 4, 32)
-    why = lambda q, k, v: reason(attention_triton.plan(Cached(q, k, v, q), here()))
+    why = lambda q, k, v: reason(attention_triton.plan(Cached(q, k, v, q, q), here()))
     k = cached(1, "int8", (0, 1, 2), 2, 16, 2, 32)
     assert why(q, k, k) is None
     assert "2 tokens at once" in why(random(3, 2, 2, 4, 32), k, k)
@@ -338,6 +364,8 @@ def test_attention_is_refused_by_name():
     assert "int3 caches" in why(q, three, three)
     shared = cached(1, "int8", (2,), 2, 16, 2, 32)
     assert "not one per token" in why(q, shared, shared)
+    plain = random(1, 2, 16, 2, 32, dtype=jnp.float32)
+    assert "float32 caches" in why(q, plain, plain)
     odd = cached(1, "int8", (0, 1, 2), 2, 16, 2, 48)
     assert "heads of 48" in why(random(3, 2, 1, 4, 48), odd, odd)
 
@@ -396,7 +424,10 @@ def test_kernels_that_read_words_lower_for_cuda():
         part = SHAPE((2, 1000, 8, 128), dtype), fmt and SHAPE((2, 1000, 8), jnp.float32)
         run = functools.partial(attention_triton.decode_attention, fmt=fmt)
         q = SHAPE((2, 8, 4, 128), jnp.bfloat16)
-        lower(run, q, part, part, SHAPE((2,), jnp.int32))
+        lower(run, q, part, part, *[SHAPE((2,), jnp.int32)] * 2)
+        capped = functools.partial(run, softcap=30.0)
+        sinks = SHAPE((8, 4), jnp.float32)
+        lower(capped, q, part, part, *[SHAPE((2,), jnp.int32)] * 2, sinks)
 
 
 def test_columns_of_experts_are_split_over_devices():
@@ -420,9 +451,9 @@ def test_inside_shard_map_with_its_checks():
     specs = spec("x"), spec(), spec("x")
     assert uses_kernel(over_four(jax.grad(loss), *specs), x, w, sizes)
     k = cached(1, "int8", (0, 1, 2), 4, 64, 2, 32)
-    attend = lambda q, k, lengths: choose.attend(q, k, k, lengths)
+    run = lambda q, k, lengths: attend(q, k, k, lengths)
     args = random(3, 4, 1, 4, 32), k, jnp.full(4, 60)
-    assert uses_kernel(over_four(attend, spec("x"), spec("x"), spec("x")), *args)
+    assert uses_kernel(over_four(run, spec("x"), spec("x"), spec("x")), *args)
 
 
 def test_attention_under_vmap_and_grad():
@@ -432,8 +463,8 @@ def test_attention_under_vmap_and_grad():
         random(4, 2, 1, 1, 2, 32),
         jnp.array([33]),
     )
-    attend = lambda q: choose.attend(q.astype(jnp.float32), k, v, lengths)
-    loss = lambda q: jnp.sum(c.astype(jnp.float32) * jax.vmap(attend)(q))
+    run = lambda q: attend(q.astype(jnp.float32), k, v, lengths)
+    loss = lambda q: jnp.sum(c.astype(jnp.float32) * jax.vmap(run)(q))
     rows = jnp.concatenate([mt.dequantize(x, jnp.float32) for x in (k, v)])
 
     def plain(q):

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -140,19 +141,42 @@ def test_a_step_for_cuda_reads_weights_as_they_lie(words):
     config = settings.load([*BY_KERNELS, *words])
     m = section(config, Model)
     with pretended("h200"):
-        net = decode.unstack(convert.in_memory(config, model.create(m)))
+        net = decode.prepare(convert.in_memory(config, model.create(m)))
         server = decode.Server(net, m, slots=2, length=32)
         arguments = (server._weights, server._slots, server._seed, 4)
         traced = server._program.go_on.trace(*arguments)
         with pretend_gpu():
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("gpu.triton" in text or "mosaic_gpu" in text) == (
-        words[0] != "quantization="
-    )
+    assert "gpu.triton" in text  # attention at least
+    assert ("mosaic_gpu" in text or "weight" in text) or words[0] == "quantization="
     for line in text.splitlines():
         op = re.search(r"stablehlo\.(\w+)", line)
-        if op and re.search(r"[<x](256x512|512x256|256x256)x", line):
+        if op and re.search(r"[<x](256x768|256x1024|512x256|256x256)x", line):
             assert op[1] in HARMLESS, line[:300]
+
+
+# What is asked for -> whether query, key and value, and both sides of the MLP, become one.
+JOINED = {
+    "quantization=": (True, True),
+    "quantization=int4w": (True, True),
+    "attention_bias=qkv": (True, True),
+    "quant=[{module_path: .*value, weight_qtype: int8}, {weight_qtype: int4}]": (False, True),
+    "quant=[{module_path: .*wi_0, weight_qtype: int8, act_qtype: int8}, {weight_qtype: int8}]": (True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", JOINED)
+def test_weights_of_the_same_rows_are_joined_unless_that_changes_something(words, key):
+    config = settings.load([*WORDS, words])
+    net = convert.in_memory(config, model.create(section(config, Model), seed=1))
+    apart = decode.unstack(net)
+    tokens = jax.random.randint(key, (2, 8), 0, 256)
+    want = logits(apart, tokens)
+    joined = decode.prepare(apart)
+    first = getattr(joined.decoder.layers, "0")
+    rows = first.self_attention.query, first.mlp.wi_0
+    assert tuple(x.widths is not None for x in rows) == JOINED[words]
+    np.testing.assert_allclose(logits(joined, tokens), want, atol=1e-5)
 
 
 MISTAKES = {

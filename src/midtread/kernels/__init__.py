@@ -12,7 +12,7 @@
                                           NVIDIA     weight_matmul/triton_grouped.py
                                           CPU        cpu.py
     float -> codes                        NVIDIA     quantize/triton.py
-    one token against a cache of codes    NVIDIA     decode_attention/triton.py
+    one token against a cache             NVIDIA     decode_attention/triton.py
     everything else                       any        xla.py
 
 Around them:

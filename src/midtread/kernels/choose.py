@@ -2,7 +2,7 @@
 
     scaled(matmul, env)           codes x codes, scaled; rows may come in groups
     weight(matmul, env)           float x codes of a stored weight; rows may come in groups
-    attend(q, k, v, ...)          one token a sequence against a cache of codes
+    attend(cached)                one token a sequence against a cache
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
     quantize_twice(x, specs, ..)  the same for two matmuls from one read
 
@@ -136,18 +136,14 @@ def quantize_twice(
     return _run(choice, operands)
 
 
-def attend(
-    q: jax.Array, k: QArray, v: QArray, lengths: jax.Array, gain: float = 1.0
-) -> jax.Array | None:
-    """Computes softmax(gain q k / sqrt(h)) v of one token a sequence, q [B, 1, H, h], against a
-    cache [B, S, K, h] of which each sequence sees its first `lengths` slots; None if no kernel
-    can."""
-    operands = Cached(q, k, v, lengths, gain)
+def attend(operands: Cached) -> jax.Array | None:
+    """Computes softmax(gain q k / sqrt(h)) v of one token a sequence against its cache; None if
+    no kernel can."""
     choice = first("attend", ATTEND, operands, here(), "attention over this cache")
     return _run(choice, operands)
 
 
-def why_not_attend(q: jax.Array, k: QArray, v: QArray) -> str | None:
+def why_not_attend(operands: Cached) -> str | None:
     """Says why `attend` would return None, or returns None if it would not."""
-    choice = first("attend", ATTEND, Cached(q, k, v, q), here())
+    choice = first("attend", ATTEND, operands, here())
     return choice.refused[0][1] if choice.plan is None else None

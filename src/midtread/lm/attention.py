@@ -7,7 +7,7 @@ window, to itself; in a cache, from the first slot or the window's to its own. R
 two numbers a query, where a mask is as many as there are keys, so documents packed into a
 row stay apart in every implementation. `attend` has these, and takes the first that can:
 
-    decode      one query against a cache of codes      kernels/decode_attention/triton.py
+    decode      NVIDIA, one query against a cache       kernels/decode_attention/triton.py
     tokamax     Hopper, ranges, soft caps               the package tokamax, if installed
     cudnn       NVIDIA, bfloat16; documents as a mask   jax.nn.dot_product_attention
     plain       the formula as it stands, where its logits are one block, or where a rule
@@ -35,18 +35,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import choose
+from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import here
 from midtread.kernels.layout import SYMBOLIC, is_static
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError
-from midtread.lm.layers import Linear, norm, vector
+from midtread.lm.layers import Linear, norm, side_by_side, vector
 from midtread.model.provider import get_current_rule
 from midtread.model.running import disable_interceptions
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
 
 FEW = 128  # queries: fewer do not fill a kernel's block
+OF_RULES = "a rule quantizes attention's matmuls, which only the plain formula shows"
 
 
 # --- what is seen -----------------------------------------------------------------------------
@@ -256,29 +258,29 @@ def _why_not_plain(call: Call) -> str | None:
 
 
 def _why_not_decode(call: Call) -> str | None:
-    if call.sizes[0] != 1:
-        return "it is for one query a sequence"
-    if not (isinstance(call.k, QArray) and isinstance(call.v, QArray)):
-        return "it is for a cache of codes (quantize_kvcache=true)"
-    if call.softcap is not None or call.sinks is not None:
-        return "it has no soft cap and no sinks"
-    seen = call.seen
-    if seen.window is not None or seen.is_packed or seen.is_causal:
-        return "it sees a cache from its first slot"
-    return choose.why_not_attend(call.q, call.k, call.v)
+    if call.sizes[0] != 1 or call.seen.is_causal:
+        return "it is for one query a sequence, against a cache"
+    if not isinstance(call.k, QArray) and _rule_of_logits():
+        return OF_RULES
+    return choose.why_not_attend(_cached(call))
 
 
 def _decode(call: Call) -> jax.Array:
-    gain = call.scale * call.q.shape[-1] ** 0.5
-    return choose.attend(call.q, call.k, call.v, call.seen.stop[:, 0], gain)
+    out = choose.attend(_cached(call))
+    assert out is not None  # `_why_not_decode` has asked
+    return out
+
+
+def _cached(call: Call) -> Cached:
+    seen, gain = call.seen, call.scale * call.q.shape[-1] ** 0.5
+    ranges = seen.first[:, 0], seen.stop[:, 0]
+    return Cached(call.q, call.k, call.v, *ranges, gain, call.softcap, call.sinks)
 
 
 def _why_not_flash(call: Call) -> str | None:
     """What no flash kernel of another library takes."""
     if _rule_of_logits():
-        return (
-            "a rule quantizes attention's matmuls, which only the plain formula shows"
-        )
+        return OF_RULES
     if call.sinks is not None:
         return "it has no sinks"
     if call.q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -427,9 +429,7 @@ def _cudnn(call: Call) -> jax.Array:
 
 def _why_not_blockwise(call: Call) -> str | None:
     if _rule_of_logits():
-        return (
-            "a rule quantizes attention's matmuls, which only the plain formula shows"
-        )
+        return OF_RULES
     if not is_static(call.q, *jax.tree.leaves((call.k, call.v))):
         return SYMBOLIC
     return None
@@ -511,7 +511,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, h), (B, T, _) = self.shape, x.shape
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = side_by_side(x, self.query, self.key, self.value)
         if self.norms == "all":
             q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = (a.reshape(B, T, -1, h) for a in (q, k, v))

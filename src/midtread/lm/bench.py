@@ -148,7 +148,7 @@ def _decode(config: Config, name: str) -> Decoded:
     nbytes = convert.nbytes(nnx.state(model, nnx.Not(nnx.RngState)))
     slots, allowed = config.decode_slots, min(config.max_new_tokens, PROMPT)
     server = decode.Server(
-        decode.unstack(model), m,
+        decode.prepare(model), m,
         slots=slots, length=PROMPT + allowed,
         cache_format=cache_format(config),
     )  # fmt: skip

@@ -21,7 +21,8 @@ bit, in bfloat16 two logits that are nearly equal may change places.
 
 Weights that are stacked for a scan over layers are copied by XLA, layer by layer, before each
 use (NVIDIA H200, jax 0.11.2: bf16 12.5 ms a token, 5.8 without the scan), so `unstack` gives
-each layer arrays of its own first.
+each layer arrays of its own first; `prepare` does that and joins weights that multiply the same
+rows (`lm/join.py`).
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from flax import nnx
 
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError, require
+from midtread.lm.join import join
 from midtread.lm.model import Stack, Transformer
 
 CHUNK = 512  # tokens of a prompt that are read at once
@@ -68,6 +70,11 @@ def choose(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
         least = jnp.take_along_axis(ordered, count - 1, axis=-1)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+def prepare(model: Transformer) -> Transformer:
+    """The model as it decodes fastest, on one device; `model` is used up."""
+    return join(unstack(model))
 
 
 def unstack(model: Transformer) -> Transformer:
@@ -210,14 +217,14 @@ class Server:
 
     >>> from midtread.lm import model as models
     >>> m = Model(num_decoder_layers=1, dtype="float32")
-    >>> server = Server(unstack(models.create(m)), m, slots=2, length=32)
+    >>> server = Server(prepare(models.create(m)), m, slots=2, length=32)
     >>> made = server.prefill({0: [1, 2, 3], 1: [4]}, allowed=5)
     >>> [len(tokens) for tokens in server.step(8).values()], server.free
     ([4, 4], [0, 1])
 
     Args:
-        model: what `convert.load` gave, or `models.create`; `unstack` it first where its
-            layers are stacked.
+        model: what `convert.load` gave, or `models.create`; `prepare` it first on one
+            device.
         m: its sizes.
         slots: sequences at once.
         length: tokens that a slot has room for, prompt and continuation.

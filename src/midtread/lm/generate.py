@@ -62,7 +62,7 @@ def generate(
     A model that has a template for conversations is given each prompt as a message in it.
 
     Args:
-        model: what `convert.load` gave; on a GPU pass it through `decode.unstack`.
+        model: what `convert.load` gave; on a GPU pass it through `decode.prepare`.
         on_text: called with each piece of the first prompt's text as it comes.
     """
     prompts = config.prompt if prompts is None else prompts

@@ -7,6 +7,7 @@ carries logical axis names as sharding metadata ("embed", "heads", "mlp", "vocab
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from midtread.lm.config import Model
@@ -45,12 +46,25 @@ class Linear(nnx.Module):
         if bias:
             self.bias = vector(m, dout, names[-1])
         self.dtype, self.has_bias = jnp.dtype(m.dtype), bias
+        self.widths: tuple[int, ...] | None = (
+            None  # of the weights that lm/join.py made one
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...], self.dtype)
         sums = (((x.ndim - 1,), (0,)), ((), ()))
         out = jax.lax.dot_general(x, kernel, sums, preferred_element_type=self.dtype)
         return out + self.bias[...].astype(self.dtype) if self.has_bias else out
+
+
+def side_by_side(x: jax.Array, *row: Linear) -> list[jax.Array]:
+    """Multiplies x by several weights: by each, or all at once where they are joined
+    (`lm/join.py`)."""
+    if row[0].widths is None:
+        return [linear(x) for linear in row]
+    ends = np.cumsum(row[0].widths)
+    out = row[0](x)
+    return [out[..., end - n : end] for end, n in zip(ends, row[0].widths)]
 
 
 class Embed(nnx.Embed):

@@ -29,7 +29,7 @@ from midtread.lm import blockwise, split
 from midtread.lm.attention import Attention, LatentAttention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
-from midtread.lm.layers import GATES, Embed, Linear, named, norm
+from midtread.lm.layers import GATES, Embed, Linear, named, norm, side_by_side
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
@@ -59,7 +59,7 @@ class Mlp(nnx.Module):
         self.activation = m.mlp_activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(GATES[self.activation](self.wi_0(x), self.wi_1(x)))
+        return self.wo(GATES[self.activation](*side_by_side(x, self.wi_0, self.wi_1)))
 
 
 class Layer(nnx.Module):

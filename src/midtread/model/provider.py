@@ -207,7 +207,7 @@ class QuantizationProvider:
         module = intercept.current_module()
         path = flaxlib.path_of(module)
         self._paths.setdefault(path, set()).add(op_name)
-        index = next(self._matching_rules(path, op_name), None)
+        index = self.rule_at(path, op_name)
         rule = None if index is None else self._rules[index]
         if index is not None:
             self._rule_matches[index] += 1
@@ -226,6 +226,10 @@ class QuantizationProvider:
             named = op_name in rule.op_names or op_name not in self.named_only
             if named and rule.matches(path, op_name):
                 yield i
+
+    def rule_at(self, path: str, op_name: str) -> int | None:
+        """Returns the number of the rule that applies to an op of a module, None for none."""
+        return next(self._matching_rules(path, op_name), None)
 
     def _counter(self, module: Any) -> collections.Counter:
         """Returns the counts of ops in a module in this call. Linen modules that share a scope

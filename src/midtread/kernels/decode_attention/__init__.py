@@ -1,4 +1,4 @@
-"""One new token a sequence against a cache of codes.
+"""One new token a sequence against a cache of floats or codes.
 
 triton.py    the kernel, and from a model's arrays to a plan for it, or why not
 """
@@ -13,14 +13,17 @@ from midtread.numerics.qarray import QArray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cached:
-    """q [B, 1, H, h] against a cache [B, S, K, h] of which each sequence sees its first
-    `lengths` slots."""
+    """q [B, 1, H, h] against a cache [B, S, K, h] of which each sequence sees the slots from
+    `first` to before `stop`, both [B]."""
 
     q: jax.Array
-    k: QArray
-    v: QArray
-    lengths: jax.Array
-    gain: float = 1.0
+    k: jax.Array | QArray
+    v: jax.Array | QArray
+    first: jax.Array
+    stop: jax.Array
+    gain: float = 1.0  # logits are gain q k / sqrt(h)
+    softcap: float | None = None  # c tanh(logit / c) in place of each logit
+    sinks: jax.Array | None = None  # [H] a logit that takes weight and has no value
 
     @property
     def why_not_here(self) -> str | None:

@@ -1,11 +1,12 @@
-"""Decode attention on a GPU: one new token per sequence against a cache of 8- or 4-bit codes.
+"""Decode attention on a GPU: one new token per sequence against a cache of floats or codes.
 
     out_qh  =  sum_s w_qs v_sh / sum_s p_qs       p = exp(q k_s), w = p times v's scale
 
 A decoder reads its whole cache for one token, so time is bytes over bandwidth, and codes
 of 8 bits should take half of bfloat16's time. Triton, as flash-decoding does it: the
 context is split over programs, each keeps the running maximum, the sum and the weighted
-values of its part, and XLA merges the parts.
+values of its part, and a second kernel merges the parts. Parts that lie outside of what a
+sequence sees are not read.
 
 Codes are multiplied as they are (triton_words.py) and scales applied to what comes out: k's to
 the logits, v's to the weights. The maximum is that of log(p) + log(scale of v), so that
@@ -31,12 +32,16 @@ from midtread.kernels.environment import Env
 from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
 from midtread.kernels.partition import as_function
 from midtread.numerics.formats import Format
+from midtread.numerics.qarray import QArray
 
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
 PROGRAMS = 1024  # at least so many, if the context is long enough
+PARTS = 16  # that are merged at once
 LOWEST = -1e30  # below every logit
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache
+LOG2E = np.float32(math.log2(math.e))  # a GPU's exponential is that of 2
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of codes
+FLOATS = ("bfloat16", "float16")  # of a cache of floats
 
 
 def split_length(batch: int, heads: int, length: int, programs: int, block: int) -> int:
@@ -45,10 +50,19 @@ def split_length(batch: int, heads: int, length: int, programs: int, block: int)
     return -(-length // (parts * block)) * block
 
 
+def _count_parts(slots: int, part: int) -> int:
+    """Parts of a context, rounded up to what `_merge_body` reads at once."""
+    parts = -(-slots // part)
+    if parts > PARTS:
+        return -(-parts // PARTS) * PARTS
+    return 1 << (parts - 1).bit_length()
+
+
 def _body(
-    length_ref, q_ref, qs_ref, k_ref, *refs, fmt: Format | None, block, slots, native
-):
-    """q [P, ROWS, h / P], qs [ROWS], k and v [part, h / P], scales [part]."""
+    first_ref, stop_ref, q_ref, qs_ref, k_ref, *refs,
+    fmt: Format | None, block: int, slots: int, softcap: float | None, native: bool,
+):  # fmt: skip
+    """One part: q [P, ROWS, h / P], qs [ROWS], k and v [part, h / P], scales [part]."""
     is_coded = fmt is not None
     if is_coded:
         ks_ref, v_ref, vs_ref = refs[:3]
@@ -57,9 +71,9 @@ def _body(
     out_ref, top_ref, sum_ref = refs[-3:]
     num_planes, _, width = q_ref.shape
     part = k_ref.shape[0]
-    first = pl.program_id(2) * part
-    length = jnp.minimum(length_ref[0], slots)
-    count = jnp.clip(length - first, 0, part)
+    begin = pl.program_id(2) * part
+    low = jnp.clip(first_ref[0] - begin, 0, part)
+    high = jnp.clip(jnp.minimum(stop_ref[0], slots) - begin, 0, part)
     q = [q_ref[p] for p in range(num_planes)]
     qs = qs_ref[:][:, None]
 
@@ -74,7 +88,8 @@ def _body(
     def body(i, carry):
         top, total, out = carry
         at = pl.ds(i * block, block)
-        inside = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0) < count
+        slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
+        inside = (slot >= low) & (slot < high)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
         logits = logits * qs
@@ -82,6 +97,9 @@ def _body(
         if is_coded:
             logits = logits * scale(ks_ref, at, inside)
             shift = jnp.log2(scale(vs_ref, at, inside))
+        if softcap is not None:
+            cap = np.float32(softcap) * LOG2E
+            logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(inside[None, :], logits, LOWEST)
         new = jnp.maximum(top, jnp.max(logits + shift, axis=1))
         fade = jnp.exp2(top - new)
@@ -99,30 +117,66 @@ def _body(
         jnp.zeros((ROWS,), jnp.float32),
         [jnp.zeros((ROWS, width), jnp.float32)] * num_planes,
     )
-    top, total, out = lax.fori_loop(0, (count + block - 1) // block, body, start)
+    top, total, out = lax.fori_loop(
+        low // block, (high + block - 1) // block, body, start
+    )
     top_ref[:], sum_ref[:] = top, total
     for p in range(num_planes):
         out_ref[p] = out[p]
+
+
+def _merge_body(part_ref, top_ref, sum_ref, *refs, chunk: int):
+    """All parts [N, g, w] of one head, and the sinks [g] if there are any, as one [g, w]."""
+    *sinks_ref, out_ref = refs
+    parts, rows, width = part_ref.shape
+
+    def body(i, carry):
+        top, total, out = carry
+        at = pl.ds(i * chunk, chunk)
+        tops = top_ref[at, :]
+        new = jnp.maximum(top, jnp.max(tops, axis=0))
+        fade, share = jnp.exp2(top - new), jnp.exp2(tops - new[None, :])
+        out = out * fade[:, None] + jnp.sum(
+            part_ref[at, :, :] * share[:, :, None], axis=0
+        )
+        return new, total * fade + jnp.sum(sum_ref[at, :] * share, axis=0), out
+
+    start = (
+        jnp.full((rows,), LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
+    )
+    top, total, out = lax.fori_loop(0, parts // chunk, body, start)
+    if sinks_ref:  # a logit that takes weight and has no value
+        sink = sinks_ref[0][:] * LOG2E
+        new = jnp.maximum(top, sink)
+        fade = jnp.exp2(top - new)
+        total, out = total * fade + jnp.exp2(sink - new), out * fade[:, None]
+    out_ref[:, :] = out / total[:, None]
 
 
 def decode_attention(
     q_BKgh: jax.Array,
     k: tuple[jax.Array, jax.Array | None],
     v: tuple[jax.Array, jax.Array | None],
-    lengths_B: jax.Array,
-    fmt: Format | None,
+    first_B: jax.Array,
+    stop_B: jax.Array,
+    sinks_Kg: jax.Array | None = None,
     *,
+    fmt: Format | None,
     gain: float = 1.0,
+    softcap: float | None = None,
     block: int = BLOCK,
     programs: int = PROGRAMS,
     warps: int = 4,
     stages: int = 3,
     interpret: bool = False,
 ) -> jax.Array:
-    """[B, K, g, h] in float32: softmax(gain q k / sqrt(h)) v over the first `lengths` slots.
+    """[B, K, g, h] in float32: softmax(gain q k / sqrt(h)) v over the slots from `first` to
+    before `stop`.
 
     Args:
-        k, v: ([B, S, K, h] codes, [B, S, K or 1] scales in float32), or values in q's
+        k, v: ([B, S, K, h] codes, [B, S, K or 1] scales in float32), or floats in q's
             dtype and None, and then `fmt` is None.
     """
     batch, heads, group, width = q_BKgh.shape
@@ -137,10 +191,10 @@ def decode_attention(
         k, v = ((triton_words.as_words(codes, fmt), s) for codes, s in (k, v))
     q = q.reshape(batch, heads, ROWS, width // planes, planes)
     q = q.transpose(0, 1, 4, 2, 3)
-    qs = qs[..., 0] * np.float32(gain * math.log2(math.e) / math.sqrt(width))
+    qs = qs[..., 0] * (np.float32(gain / math.sqrt(width)) * LOG2E)
 
     part = split_length(batch, heads, slots, programs, block)
-    num_parts = -(-slots // part)
+    lead = (batch, heads, _count_parts(slots, part))
     one = lambda *block: pl.BlockSpec((None, None, *block), lambda b, j, i: (b, j, *[0] * len(block)))  # fmt: skip
     cache = pl.BlockSpec((None, part, None, width // planes), lambda b, j, i: (b, i, j, 0))  # fmt: skip
 
@@ -148,21 +202,20 @@ def decode_attention(
         shared = s.shape[2] == 1
         return pl.BlockSpec((None, part, None), lambda b, j, i: (b, i, 0 if shared else j))  # fmt: skip
 
-    args = [lengths_B, q, qs]
-    specs = [pl.BlockSpec((1,), lambda b, j, i: (b,))]
+    args = [first_B, stop_B, q, qs]
+    specs = [pl.BlockSpec((1,), lambda b, j, i: (b,))] * 2
     specs += [one(planes, ROWS, width // planes), one(ROWS)]
     for codes, scale in (k, v):
         args += [codes] if scale is None else [codes, scale]
         specs += [cache] if scale is None else [cache, of_scale(scale)]
-    parts = lambda *block: pl.BlockSpec((None, None, None, *block), lambda b, j, i: (b, j, i, *[0] * len(block)))  # fmt: skip
-    lead = (batch, heads, num_parts)
-    out, top, total = pl.pallas_call(
+    own = lambda *block: pl.BlockSpec((None, None, None, *block), lambda b, j, i: (b, j, i, *[0] * len(block)))  # fmt: skip
+    parts, top, total = pl.pallas_call(
         functools.partial(
-            _body, fmt=fmt, block=block, slots=slots, native=not interpret
+            _body, fmt=fmt, block=block, slots=slots, softcap=softcap, native=not interpret
         ),
         grid=lead,
         in_specs=specs,
-        out_specs=[parts(planes, ROWS, width // planes), parts(ROWS), parts(ROWS)],
+        out_specs=[own(planes, ROWS, width // planes), own(ROWS), own(ROWS)],
         out_shape=[
             result((*lead, planes, ROWS, width // planes), jnp.float32, q),
             result((*lead, ROWS), jnp.float32, q),
@@ -170,17 +223,30 @@ def decode_attention(
         ],
         compiler_params=triton_params(warps, stages),
         interpret=interpret,
-    )(*args)
-    return _merge(out, top, total, group)
+    )(*args)  # fmt: skip
+    return _merge(parts, top, total, sinks_Kg, group, interpret)
 
 
-def _merge(out, top, total, group: int) -> jax.Array:
-    """The parts [B, K, parts, P, ROWS, h / P] of a context as one [B, K, g, h]."""
-    out, top, total = out[:, :, :, :, :group], top[..., :group], total[..., :group]
-    share = jnp.exp2(top - jnp.max(top, axis=2, keepdims=True))
-    out = jnp.sum(out * share[:, :, :, None, :, None], axis=2)
-    out = out / jnp.sum(total * share, axis=2)[:, :, None, :, None]
-    out = out.transpose(0, 1, 3, 4, 2)  # planes are neighbours
+def _merge(parts, top, total, sinks, group: int, interpret: bool) -> jax.Array:
+    """The parts [B, K, N, P, ROWS, h / P] of a context as one [B, K, g, h]."""
+    batch, heads, num, planes, _, width = parts.shape
+    rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
+    of_plane = pl.BlockSpec((None, None, num, None, rows, width), lambda b, j, p: (b, j, 0, p, 0, 0))  # fmt: skip
+    of_head = pl.BlockSpec((None, None, num, rows), lambda b, j, p: (b, j, 0, 0))
+    args, specs = [parts, top, total], [of_plane, of_head, of_head]
+    if sinks is not None:
+        args.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - group))))
+        specs.append(pl.BlockSpec((None, rows), lambda b, j, p: (j, 0)))
+    out = pl.pallas_call(
+        functools.partial(_merge_body, chunk=min(num, PARTS)),
+        grid=(batch, heads, planes),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, None, None, rows, width), lambda b, j, p: (b, j, p, 0, 0)),
+        out_shape=result((batch, heads, planes, rows, width), jnp.float32, parts),
+        compiler_params=triton_params(4, 1),
+        interpret=interpret,
+    )(*args)  # fmt: skip
+    out = out[:, :, :, :group].transpose(0, 1, 3, 4, 2)  # planes are neighbours
     return out.reshape(*out.shape[:3], -1)
 
 
@@ -194,58 +260,98 @@ class Triton(NamedTuple):
         """[B, 1, H, h] in q's dtype."""
         (batch, _, heads, width), of_cache = a.q.shape, a.k.shape[2]
         grouped = a.q.reshape(batch, of_cache, heads // of_cache, width)
-        scales = [x.scale[..., 0].astype(jnp.float32) for x in (a.k, a.v)]
-        per_head = scales[0].shape[2] != 1, scales[1].shape[2] != 1
-        call = _call(a.k.format, per_head, a.gain, self.is_interpreted)
-        out = call(grouped, a.k.qvalue, scales[0], a.v.qvalue, scales[1], a.lengths)
-        return out.reshape(a.q.shape).astype(a.q.dtype)
+        arrays, names = [grouped], ["b k g h"]
+        for x, other in ((a.k, "x"), (a.v, "y")):
+            if isinstance(x, QArray):
+                scale = x.scale[..., 0].astype(jnp.float32)
+                arrays += [x.qvalue, scale]
+                names += ["b s k h", f"b s {'k' if scale.shape[2] != 1 else other}"]
+            else:
+                arrays, names = [*arrays, x], [*names, "b s k h"]
+        arrays, names = [*arrays, a.first, a.stop], [*names, "b", "b"]
+        if a.sinks is not None:
+            arrays.append(a.sinks.reshape(grouped.shape[1:3]))
+            names.append("k g")
+        fmt = a.k.format if isinstance(a.k, QArray) else None
+        call = _call(fmt, tuple(names), a.gain, a.softcap, self.is_interpreted)
+        return call(*arrays).reshape(a.q.shape).astype(a.q.dtype)
 
 
 def plan(a: Cached, env: Env) -> Triton | Refusal:
     q, k, v = a.q, a.k, a.v
     for x in (k, v):
-        name = x.format.name
-        if name not in FORMATS:
-            return Refusal(f"{name} caches have no kernel: {', '.join(FORMATS)} have")
-        if x.zero_point is not None or x.global_scale is not None:
-            return Refusal("its cache has zero points or scales of two levels")
-        if x.scale.shape[:2] != x.shape[:2] or x.scale.shape[3] != 1:
-            what = f"scales {x.scale.shape} are not one per token"
-            return Refusal(f"{what}, or per head of it")
+        if reason := _why_not_cache(x):
+            return Refusal(reason)
     (_, tokens, heads, width), of_cache = q.shape, k.shape[2]
-    if k.shape != v.shape or k.format is not v.format:
+    if k.shape != v.shape or _name(k) != _name(v):
         return Refusal("keys and values differ in width or format")
     if tokens != 1:
         return Refusal(f"{tokens} tokens at once: the kernel is for one")
     if heads // of_cache > ROWS:
         what = f"{heads // of_cache} query heads read one head"
         return Refusal(f"{what}: {ROWS} at most can")
-    least = 16 * triton_words.num_planes(
-        k.format
-    )  # a tensor core's least, of each plane
+    planes = triton_words.num_planes(k.format) if isinstance(k, QArray) else 1
+    least = 16 * planes  # a tensor core's least, of each plane
     if width & (width - 1) or not least <= width <= 256:
-        what = f"heads of {width} in {k.format.name}"
+        what = f"heads of {width} in {_name(k)}"
         return Refusal(f"{what}: powers of two from {least} to 256 have a kernel")
     return Triton(env.is_interpreted)
 
 
+def _name(x: jax.Array | QArray) -> str:
+    return x.format.name if isinstance(x, QArray) else x.dtype.name
+
+
+def _why_not_cache(x: jax.Array | QArray) -> str | None:
+    if not isinstance(x, QArray):
+        names = ", ".join(FLOATS)
+        return None if _name(x) in FLOATS else f"{_name(x)} caches have no kernel: {names} have"  # fmt: skip
+    if x.format.name not in FORMATS:
+        return f"{x.format.name} caches have no kernel: {', '.join(FORMATS)} have"
+    if x.zero_point is not None or x.global_scale is not None:
+        return "its cache has zero points or scales of two levels"
+    if x.scale.shape[:2] != x.shape[:2] or x.scale.shape[3] != 1:
+        return f"scales {x.scale.shape} are not one per token, or per head of it"
+    return None
+
+
 @functools.cache
 def _call(
-    fmt: Format, per_head: tuple[bool, bool], gain: float, interpret: bool
+    fmt: Format | None,
+    names: tuple[str, ...],
+    gain: float,
+    softcap: float | None,
+    interpret: bool,
 ) -> Callable:
-    def plain(q, k, ks, v, vs, lengths):
-        k, v = (x.astype(jnp.float32) * s[..., None] for x, s in ((k, ks), (v, vs)))
+    """The kernel as a function of q, k, v, each with its scale where there are codes, first,
+    stop, and sinks where `names` has them."""
+
+    def apart(args):
+        q, *rest = args
+        size = 1 if fmt is None else 2
+        k, v, rest = rest[:size], rest[size : 2 * size], rest[2 * size :]
+        pair = lambda x: (x[0], None) if fmt is None else tuple(x)
+        return q, pair(k), pair(v), *rest
+
+    def plain(*args):
+        q, k, v, first, stop, *sinks = apart(args)
+        wide = lambda x, scale: x.astype(jnp.float32) * (1 if scale is None else scale[..., None])  # fmt: skip
+        k, v = wide(*k), wide(*v)
         logits = jnp.einsum("bkgh,bskh->bkgs", q.astype(jnp.float32), k)
-        inside = jnp.arange(k.shape[1]) < lengths[:, None]
         logits = logits * (gain * q.shape[-1] ** -0.5)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        slots = jnp.arange(k.shape[1])
+        inside = (slots >= first[:, None]) & (slots < stop[:, None])
         logits = jnp.where(inside[:, None, None], logits, LOWEST)
-        return jnp.einsum("bkgs,bskh->bkgh", jax.nn.softmax(logits), v)
+        sink = [jnp.broadcast_to(s.astype(jnp.float32)[..., None], (*logits.shape[:3], 1)) for s in sinks]  # fmt: skip
+        weights = jax.nn.softmax(jnp.concatenate([logits, *sink], -1))
+        return jnp.einsum("bkgs,bskh->bkgh", weights[..., : k.shape[1]], v)
 
-    def kernel(q, k, ks, v, vs, lengths):
-        how = {"gain": gain, "interpret": interpret}
-        return decode_attention(q, (k, ks), (v, vs), lengths, fmt, **how)
+    def kernel(*args):
+        options = {"gain": gain, "softcap": softcap, "interpret": interpret}
+        return decode_attention(*apart(args), fmt=fmt, **options)
 
-    ks, vs = ("b s k" if own else f"b s {one}" for own, one in zip(per_head, "xy"))
-    axes = f"b k g h, b s k h, {ks}, b s k h, {vs}, b -> b k g h"
-    whole = ("g", "h", "s", *(one for own, one in zip(per_head, "xy") if not own))
+    axes = f"{', '.join(names)} -> b k g h"
+    whole = ("g", "h", "s", *(x for x in "xy" if f"b s {x}" in names))
     return as_function(kernel, plain, axes, whole)
