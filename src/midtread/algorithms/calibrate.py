@@ -28,11 +28,11 @@ Algorithms are named in the order in which they act on a weight:
     clip       nearest, under scales searched by weighted error         (clip.py)
     hqq        nearest, under scales and zero points robust to outliers (hqq.py)
     gptq       error feedback and descent, under searched scales        (gptq.py)
+    and, when all weights are solved,
+    learn      codes and scales of all of them, by gradients            (learn.py)
 """
 
 import dataclasses
-import hashlib
-import json
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,10 +44,12 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from midtread.algorithms import clip, collect, correct, gptq, hqq, reach, smooth
+from midtread.algorithms import clip, collect, correct, gptq, hqq, learn, reach, smooth
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
+from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
 from midtread.algorithms.report import Report, Row
+from midtread.algorithms.resume import Kept
 from midtread.algorithms.weight import as_matrices, over_inputs
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
@@ -61,6 +63,7 @@ from midtread.providers.ptq import PtqProvider
 
 BEFORE = ("correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
+AFTER = ("learn",)
 ROWS = 64  # rows for every input are enough for moments of sums over tokens
 
 
@@ -95,6 +98,7 @@ class CalibrationOptions:
         min_tokens: a weight that fewer tokens than this, times its inputs, meet is refused;
             an expert of them takes the moments of all experts together.
         gptq: options of GPTQ.
+        learn: options of learning.
         alpha: "smooth": how much of the inputs' range moves to the weights, 0 to 1.
         offload: keep activations in host memory between stages.
     """
@@ -105,6 +109,7 @@ class CalibrationOptions:
     correction: float = 0.5
     min_tokens: float = 0.25
     gptq: GptqOptions = DEFAULT
+    learn: LearnOptions = learn.DEFAULT
     alpha: float = 0.5
     offload: bool = False
 
@@ -181,7 +186,7 @@ def calibrate(
             algorithm that is unknown, out of order, or cannot take a contraction.
     """
     say = progress or (lambda line: None)
-    before, rounding = _plan(algorithms)
+    before, rounding, after = _plan(algorithms)
     batches = list(batches)
     _check(batches)
     options = _weighed(options, loss, targets)
@@ -193,8 +198,10 @@ def calibrate(
     program, floats = trace(model, batches[0], params=params, method=method)
     chosen = _chosen(program, boxes, rounding, before)
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
-    work = _Work(program, floats, boxes, chosen, batches, before, rounding, options)
-    kept = _Kept(folder, work, algorithms, loss)
+    work = _Work(
+        program, floats, boxes, chosen, batches, before, rounding, after, options
+    )
+    kept = Kept(folder, work, algorithms, loss)
     if work.needs_moments and options.weigh == "gradient" and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
     made = work.run(kept, say)
@@ -206,11 +213,11 @@ def calibrate(
     return Calibrated(quantized[0], quantized[1], report)
 
 
-def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """(what acts on the float weight, how it is rounded)."""
+def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """(what acts on the float weight, how it is rounded, what acts on all codes)."""
     if isinstance(algorithms, str):
         algorithms = (algorithms,)
-    known = (*BEFORE, *ROUNDINGS)
+    known = (*BEFORE, *ROUNDINGS, *AFTER)
     for name in algorithms:
         if name not in known:
             raise ValueError(f"unknown algorithm {name!r}. {did_you_mean(name, known)}")
@@ -232,7 +239,8 @@ def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str]:
             "quantized, awq where they are not."
         )
     before = tuple(name for name in algorithms if name in BEFORE)
-    return before, rounds[0] if rounds else "round"
+    after = tuple(name for name in algorithms if name in AFTER)
+    return before, rounds[0] if rounds else "round", after
 
 
 def _weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
@@ -343,11 +351,12 @@ class _Work:
     """One calibration: what is known, and what is solved so far."""
 
     def __init__(
-        self, program, floats, boxes, chosen, batches, before, rounding, options
+        self, program, floats, boxes, chosen, batches, before, rounding, after, options
     ):
         self.program: Program = program
         self.floats, self.boxes, self.chosen = floats, boxes, chosen
         self.batches, self.before, self.rounding = batches, before, rounding
+        self.after, self.distances = after, None
         self.options: CalibrationOptions = options
         self.weights: list[dict[int, jax.Array]] = []  # of tokens: per batch and site
         self.rows: dict[int, Row] = {}
@@ -404,7 +413,7 @@ class _Work:
 
     # What runs.
 
-    def run(self, kept: "_Kept", say) -> dict[tuple, list[tuple[tuple, QArray]]]:
+    def run(self, kept: Kept, say) -> dict[tuple, list[tuple[tuple, QArray]]]:
         """{path: [(layer, codes)]} of all weights."""
         solved: dict[int, QArray] = {}
         shared = dict(self.program.constants)
@@ -435,6 +444,8 @@ class _Work:
             for env in (*envs, *floats):
                 for v in stage.drops:
                     env.pop(v, None)
+        if "learn" in self.after:
+            solved = self._learn(solved, say)
         made: dict[tuple, list] = {}
         for number, q in solved.items():
             site = self.chosen[number]
@@ -477,10 +488,25 @@ class _Work:
             w = w[i]
         return w.reshape(site.stored_shape)
 
+    def _learn(self, solved: dict[int, QArray], say) -> dict[int, QArray]:
+        chosen = self.chosen.items()
+        learned, self.distances = learn.solve(
+            self.program,
+            self.floats,
+            solved,
+            self.first,
+            {n: self._float(site) for n, site in chosen},
+            {n: self.boxes[site.path].how for n, site in chosen},
+            [self.program.arrays(batch) for batch in self.batches],
+            self.options.learn,
+            say,
+        )
+        return learned
+
     # One weight.
 
     def _settle(
-        self, number, kept: "_Kept", shared, envs, floats, solved, say
+        self, number, kept: Kept, shared, envs, floats, solved, say
     ) -> tuple[QArray, Row]:
         site = self.chosen[number]
         found = kept.read(number)
@@ -612,7 +638,9 @@ class _Work:
             weighed = (
                 f"{len(self.ways)} weights by what attention makes of their inputs"
             )
-        return Report(rows, algorithms, self.options.inputs, weighed, seconds)
+        return Report(
+            rows, algorithms, self.options.inputs, weighed, seconds, self.distances
+        )
 
 
 def _cost(q: QArray, w, stats, axes) -> jax.Array:
@@ -659,86 +687,3 @@ def _put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
     flat = flax.traverse_util.flatten_dict(variables["params"])
     flat[path] = made
     return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}
-
-
-# --- going on after a kill --------------------------------------------------------------------
-
-
-class _Kept:
-    """Solved weights in a folder: one file each, whole or not there."""
-
-    def __init__(self, folder, work: _Work, algorithms, loss):
-        self.folder = None if folder is None else pathlib.Path(folder)
-        self.work = work
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        mine = _fingerprint(work, algorithms, loss)
-        file = self.folder / "calibration.json"
-        if file.is_file() and json.loads(file.read_text()) != mine:
-            raise ValueError(
-                f"{self.folder} holds weights of another calibration (model, data, rules or "
-                "options differ): give another folder, or empty it."
-            )
-        file.write_text(json.dumps(mine))
-
-    def _file(self, number: int) -> pathlib.Path:
-        assert self.folder is not None
-        return self.folder / f"{number}.npz"
-
-    @property
-    def is_whole(self) -> bool:
-        return self.folder is not None and all(
-            self._file(n).is_file() for n in self.work.chosen
-        )
-
-    def read(self, number: int) -> tuple[QArray, Row] | None:
-        if self.folder is None or not self._file(number).is_file():
-            return None
-        with np.load(self._file(number)) as file:
-            about = json.loads(str(file["about"]))
-            part = lambda name: jnp.asarray(
-                file[name]
-                .view(jnp.dtype(about["dtypes"][name]))
-                .reshape(about["shapes"][name])
-            )
-            parts = {name: part(name) for name in about["dtypes"]}
-        logical = about["logical"] and tuple(about["logical"])
-        q = QArray(**parts, qtype=about["qtype"], logical=logical)
-        return q, Row(**about["row"])
-
-    def write(self, number: int, q: QArray, row: Row) -> None:
-        if self.folder is None:
-            return
-        names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
-        parts = {
-            n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
-        }
-        about = {
-            "dtypes": {n: p.dtype.name for n, p in parts.items()},
-            "shapes": {n: p.shape for n, p in parts.items()},
-            "qtype": q.format.name,
-            "logical": q.logical,
-            "row": dataclasses.asdict(row),
-        }
-        raw = {n: np.frombuffer(p.tobytes(), np.uint8) for n, p in parts.items()}
-        partial = self._file(number).with_suffix(".partial")
-        with partial.open("wb") as out:
-            np.savez(out, about=json.dumps(about), **raw)
-        partial.rename(self._file(number))
-
-
-def _fingerprint(work: _Work, algorithms, loss) -> dict[str, str]:
-    """What a calibration's weights depend on."""
-    digest = lambda arrays: hashlib.sha256(
-        b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    ).hexdigest()
-    sites = [f"{s.name} {work.boxes[s.path].how}" for s in work.chosen.values()]
-    return {
-        "weights": digest(work.floats[path] for path in sorted(work.floats)),
-        "batches": digest(x for b in work.batches for x in work.program.arrays(b)),
-        "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
-        "algorithms": ",".join(algorithms),
-        "options": str(work.options),
-        "loss": getattr(loss, "__qualname__", str(loss)),
-    }

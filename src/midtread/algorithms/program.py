@@ -470,6 +470,18 @@ def evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, bind(eqn, values)))
 
 
+def outputs(
+    program: Program, params: dict, arrays: list, given: dict[Any, Any] | None = None
+) -> list[Any]:
+    """What the model gives for the arrays of a batch; `given` variables are not computed."""
+    given = given or {}
+    env = dict(program.constants) | given
+    env |= {v: params[path] for path, v in program.params.items()}
+    env |= dict(zip(program.inputs, arrays))
+    evaluate([e for e in program.eqns if not given.keys() & set(e.outvars)], env)
+    return [v.val if is_literal(v) else env[v] for v in program.outputs]
+
+
 @functools.lru_cache(maxsize=1)
 def _compiled_by_text() -> dict[str, Callable]:
     return {}

@@ -27,6 +27,9 @@ class Report:
     inputs: str  # whose inputs the layers saw: "quantized" or "float"
     weighed: str
     seconds: float
+    distances: tuple[float, float] | None = (
+        None  # of the outputs, before and after "learn"
+    )
 
     @property
     def worst(self) -> tuple[Row, ...]:
@@ -46,4 +49,10 @@ class Report:
             f"{self.inputs} layers, {self.weighed}: {100 * total:.0f}% of the error of "
             f"rounding, in {self.seconds:.0f} s"
         )
-        return "\n".join([table(lines, {2, 3, 4}), "", last])
+        learned = ()
+        if self.distances is not None:
+            before, after = self.distances
+            learned = (
+                f"learning took the outputs' distance from {before:.3g} to {after:.3g}",
+            )
+        return "\n".join([table(lines, {2, 3, 4}), "", last, *learned])

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.program import Program, Site, evaluate, trace
+from midtread.algorithms.program import Site, outputs, trace
 from midtread.model.coverage import table
 from midtread.model.rules import QuantizationRule
 from midtread.numerics.formats import as_format, dtype_bits
@@ -120,7 +120,7 @@ class _Model:
         self.sites: dict[tuple, list[Site]] = {}
         for site in self.program.sites:
             self.sites.setdefault(site.path, []).append(site)
-        self._run = jax.jit(functools.partial(_outputs, self.program))
+        self._run = jax.jit(functools.partial(outputs, self.program))
         self.wanted = [self._outputs({}, batch) for batch in self.batches]
 
     def _outputs(self, changed: dict, batch) -> list[Any]:
@@ -175,14 +175,6 @@ class _Model:
 
 def _round_trip(x: jax.Array, spec: Spec) -> jax.Array:
     return dequantize(quantize_by_spec(x, spec))
-
-
-def _outputs(program: Program, params: dict, arrays: list) -> list[Any]:
-    env = dict(program.constants)
-    env |= {v: params[path] for path, v in program.params.items()}
-    env |= dict(zip(program.inputs, arrays))
-    evaluate(program.eqns, env)
-    return [v.val if hasattr(v, "val") else env[v] for v in program.outputs]
 
 
 def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:

@@ -6,6 +6,7 @@ the result), and solves layer by layer. Solved weights lie in a folder beside th
 is made, until it is made: a command that was killed and is given again goes on where it was.
 """
 
+import dataclasses
 import itertools
 import pathlib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.algorithms import calibrate as algorithms
+from midtread.algorithms import learn
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
 from midtread.lm.config import Config, UsageError, first_line, require
@@ -46,7 +48,13 @@ def calibrated(
     assert provider is not None  # `convert.quantize` has checked
     try:
         result = algorithms.calibrate(
-            model, provider, inputs, algorithms=names, folder=folder, progress=say
+            model,
+            provider,
+            inputs,
+            algorithms=names,
+            options=OPTIONS,
+            folder=folder,
+            progress=say,
         )
     except ValueError as error:
         raise UsageError(first_line(error)) from None
@@ -54,3 +62,7 @@ def calibrated(
 
 
 INPUTS = ("inputs", "positions", "segments")
+# What is learned from outputs that are logits is their distribution.
+OPTIONS = algorithms.CalibrationOptions(
+    learn=dataclasses.replace(learn.DEFAULT, distance="divergence")
+)

@@ -1,0 +1,304 @@
+"""Learn: codes and scales of all weights together, by gradients of how far outputs move.
+
+Every other algorithm looks at one layer. What the outputs feel is all of them at once, and a
+code that is second best for its layer may undo what another layer did. So codes are given
+a place to move in, and are moved by gradients (Cheng et al. 2023, SignRound; Nagel et al. 2020,
+AdaRound): a weight's latent u, in units of its scale, stands for the code it rounds to,
+
+    value = round(u) * scale        d/du = scale * d/dvalue        as if rounding were not there
+
+It starts inside the cell of the code that was solved for, on the float weight's side, so that
+codes which hardly matter stay where they are, and those whose gradient keeps its sign cross
+over to the neighbour. Scales move too, by factors exp(c), where the format leaves them free
+(not those of MX and nvfp4, which are numbers of a format themselves). Steps are Adam's: where
+gradients of different batches disagree, little moves.
+
+    start(w, q)                  where the latents of one weight begin
+    step(state, q, g, ...)       one step along the gradient by the weight's values
+    codes(state, q)              the QArray that the latents stand for
+
+How far the outputs are from the float model's is one of DISTANCES. What is learned is fitted
+to the batches it is learned from: give it more of them than there are steps' worth of ideas.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from midtread.algorithms.program import Program, outputs
+from midtread.numerics import rounding, views
+from midtread.numerics.qarray import QArray, dequantize
+from midtread.numerics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnOptions:
+    """How codes are learned.
+
+    Args:
+        steps: of gradient, a batch each.
+        rate: how far a latent moves in the first steps, in units of its scale; the rate falls
+            to 0 on a straight line.
+        scale_rate: the same for the logarithm of a scale.
+        distance: between the outputs and the float model's, by name: see DISTANCES.
+        start: how much of the way from its code to the float weight, or to the border of the
+            code's cell, a latent begins with. On the border it would cross on the first noise.
+    """
+
+    steps: int = 200
+    rate: float = 0.005
+    scale_rate: float = 0.001
+    distance: str = "squares"
+    start: float = 0.5
+
+    def __post_init__(self):
+        if self.distance not in DISTANCES:
+            raise ValueError(
+                f"learn: distance={self.distance!r} should be one of {tuple(DISTANCES)}."
+            )
+        if self.steps < 1 or self.rate <= 0 or self.scale_rate < 0:
+            raise ValueError(
+                f"learn: steps and rate lie above 0, scale_rate not below, in {self}."
+            )
+        if not 0 <= self.start < 1:
+            raise ValueError(f"learn: start={self.start} lies between 0 and 1.")
+
+
+# --- distances --------------------------------------------------------------------------------
+
+
+def squares(outs: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> jax.Array:
+    """Squared errors, relative to what is wanted, summed over outputs."""
+    error = lambda a, b: jnp.sum(jnp.square(a - b)) / jnp.sum(jnp.square(b))
+    return sum((error(a, b) for a, b in zip(outs, wanted)), jnp.float32(0))
+
+
+def divergence(outs: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> jax.Array:
+    """KL from the wanted distribution, outputs being logits along their last axis, in nats
+    per token."""
+    total = jnp.float32(0)
+    for a, b in zip(outs, wanted):
+        if a.ndim > 1:  # a number beside the logits, a loss say, is none
+            a, b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+            total += jnp.mean(jnp.sum(jnp.exp(b) * (b - a), axis=-1))
+    return total
+
+
+DISTANCES: dict[str, Callable] = {"squares": squares, "divergence": divergence}
+
+
+DEFAULT = LearnOptions()
+
+
+def distance(name: str, outs: Sequence[Any], wanted: Sequence[Any]) -> jax.Array:
+    """DISTANCES[name] of those outputs that are floats, in float32."""
+    floats = [
+        (a.astype(jnp.float32), b.astype(jnp.float32))
+        for a, b in zip(outs, wanted)
+        if jnp.issubdtype(jnp.result_type(a), jnp.floating)
+    ]
+    return DISTANCES[name]([a for a, _ in floats], [b for _, b in floats])
+
+
+# --- one weight -------------------------------------------------------------------------------
+
+DECAYS = 0.9, 0.99  # of Adam's mean and mean square
+
+
+class State(NamedTuple):
+    """Latents of one weight, and Adam's moments of their gradients."""
+
+    units: jax.Array  # padded to whole tiles
+    gain: jax.Array  # log of what scales are multiplied by
+    moments: tuple[Any, Any]  # (mean, mean square), each of (units, gain)
+
+
+def start(w: jax.Array, q: QArray, share: float = 0.5) -> State:
+    """Latents that round to the codes of `q`, and lie `share` of the way to `w`.
+
+    >>> from midtread.numerics.qarray import quantize
+    >>> w = jnp.array([0.9, -0.5, 0.12, 0.01])
+    >>> q = quantize(w, "int4")
+    >>> start(w, q, 0.8).units.round(2).tolist()
+    [7.0, -4.13, 1.0, 0.07]
+
+    Args:
+        w: the float weight.
+        q: its codes, which need not be the nearest.
+        share: of the way to `w`, or to the border of the code's cell if `w` lies beyond.
+    """
+    scale, zero = _scale(q), _zero(q)
+    w = views.pad_to(w.astype(jnp.float32), q.qvalue.shape)
+    if q.pre_scale is not None:
+        w = w / q.pre_scale
+    aim = _within(w / scale + zero, q)
+    code = rounding.decode(q.qvalue, q.format).astype(jnp.float32)
+
+    def halve(_, ends):  # `near` rounds to the code, `far` does not
+        near, far = ends
+        middle = (near + far) / 2
+        stays = _rounded(middle, q) == code
+        return jnp.where(stays, middle, near), jnp.where(stays, far, middle)
+
+    edge, _ = jax.lax.fori_loop(0, 8, halve, (code, aim))
+    edge = jnp.where(_rounded(aim, q) == code, aim, edge)
+    units = code + share * (edge - code)
+    gain = jnp.zeros(q.scale.shape)
+    zeros = lambda: (jnp.zeros_like(units), jnp.zeros_like(gain))
+    return State(units, gain, (zeros(), zeros()))
+
+
+def step(
+    state: State, q: QArray, g: jax.Array, number: Any, rates: tuple[Any, Any]
+) -> State:
+    """One step of Adam.
+
+    Args:
+        state: the latents.
+        q: the codes that they started from.
+        g: the gradient by the weight's values, of its shape.
+        number: of this step, from 1.
+        rates: of latents and of scales.
+    """
+    g = views.pad_to(g.astype(jnp.float32), q.qvalue.shape)
+    if q.pre_scale is not None:
+        g = g * q.pre_scale
+    by_units = g * _scale(q)
+    split, inside = views.split(q.qvalue.shape, q.scale.shape)
+    by_gain = by_units * (_rounded(state.units, q) - _zero(q))
+    by_gain = jnp.sum(by_gain.reshape(split), inside).reshape(q.scale.shape)
+    grads = by_units, by_gain
+    blend = lambda decay, old, new: decay * old + (1 - decay) * new
+    means, sizes = state.moments
+    means = jax.tree.map(functools.partial(blend, DECAYS[0]), means, grads)
+    sizes = jax.tree.map(
+        lambda old, new: blend(DECAYS[1], old, new * new), sizes, grads
+    )
+
+    def move(x, mean, size, rate):
+        mean, size = mean / (1 - DECAYS[0] ** number), size / (1 - DECAYS[1] ** number)
+        return x - rate * mean / jnp.sqrt(jnp.maximum(size, 1e-30))
+
+    units = _within(move(state.units, means[0], sizes[0], rates[0]), q)
+    gain = move(state.gain, means[1], sizes[1], rates[1])
+    return State(units, gain, (means, sizes))
+
+
+def codes(state: State, q: QArray) -> QArray:
+    """What the latents stand for, with all else as in `q`."""
+    scale = (q.scale.astype(jnp.float32) * jnp.exp(state.gain)).astype(q.scale.dtype)
+    return q.replace(qvalue=rounding.encode(state.units, q.format), scale=scale)
+
+
+def is_free(spec: Spec) -> bool:
+    """Whether scales may be any numbers."""
+    fixed = spec.format.scale or spec.scale_rule or spec.scale_dtype
+    return not fixed and spec.method != "fixed"
+
+
+def _scale(q: QArray) -> jax.Array:
+    scale = q.scale.astype(jnp.float32)
+    if q.global_scale is not None:
+        scale = scale * q.global_scale
+    return views.expand(scale, q.qvalue.shape)
+
+
+def _zero(q: QArray) -> Any:
+    if q.zero_point is None:
+        return 0.0
+    return views.expand(q.zero_point.astype(jnp.float32), q.qvalue.shape)
+
+
+def _within(units: jax.Array, q: QArray) -> jax.Array:
+    """Latents no further out than where the outermost codes would have their borders."""
+    low, high = q.format.codes or (-q.format.bound, q.format.bound)
+    return jnp.clip(units, low - 0.5, high + 0.5)
+
+
+def _rounded(units: jax.Array, q: QArray) -> jax.Array:
+    coded = rounding.encode(units, q.format)
+    return rounding.decode(coded, q.format).astype(jnp.float32)
+
+
+# --- all weights ------------------------------------------------------------------------------
+
+
+def solve(
+    program: Program,
+    params: dict[tuple, jax.Array],
+    solved: dict[int, QArray],
+    users: dict[int, int],
+    weights: dict[int, jax.Array],
+    specs: dict[int, Spec],
+    batches: Sequence[list[Any]],
+    options: LearnOptions,
+    say: Callable[[str], None],
+) -> tuple[dict[int, QArray], tuple[float, float]]:
+    """Better codes for all weights of a program.
+
+    Args:
+        program: the model.
+        params: its parameters.
+        solved: number of a site -> the codes of its weight.
+        users: number of any site -> that of the one whose weight it uses.
+        weights: number of a site -> its float weight.
+        specs: number of a site -> what its weight is quantized to.
+        batches: the arrays of every batch.
+        options: how it is done.
+        say: told how far it is.
+
+    Returns:
+        Codes, and the distance over all batches before and after. Where that did not fall,
+        the codes are those that were given.
+    """
+
+    def far(values: dict[int, jax.Array], params: dict, arrays: list[Any]) -> jax.Array:
+        given = {}
+        for number, first in users.items():
+            v = program.eqns[program.marks[number]["weight"]].outvars[0]
+            w = program.sites[number].as_operand(values[first])
+            given[v] = w.astype(v.aval.dtype)
+        wanted = jax.lax.stop_gradient(outputs(program, params, arrays))
+        outs = outputs(program, params, arrays, given)
+        return distance(options.distance, outs, wanted)
+
+    def values_of(codes: dict[int, QArray]) -> dict[int, jax.Array]:
+        return {n: dequantize(q).reshape(shapes[n]) for n, q in codes.items()}
+
+    measure = jax.jit(lambda codes, *args: far(values_of(codes), *args))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(states, given, params, batch, number):
+        values = values_of({n: codes(s, given[n]) for n, s in states.items()})
+        now, slopes = jax.value_and_grad(far)(values, params, batch)
+        left = 1 - (number - 1) / options.steps
+        moved = {}
+        for n, state in states.items():
+            scale_rate = options.scale_rate if is_free(specs[n]) else 0.0
+            rates = options.rate * left, scale_rate * left
+            moved[n] = step(state, given[n], slopes[n], number, rates)
+        return moved, now
+
+    shapes = {n: w.shape for n, w in weights.items()}
+    mean = lambda codes: (
+        sum(float(measure(codes, params, batch)) for batch in batches) / len(batches)
+    )
+    before = mean(solved)
+    states = {n: start(weights[n], q, options.start) for n, q in solved.items()}
+    for number in range(options.steps):
+        turn, at = divmod(number, len(batches))
+        if at == 0:
+            key = jax.random.fold_in(jax.random.key(0), turn)
+            order = jax.random.permutation(key, len(batches)).tolist()
+        batch = batches[order[at]]
+        states, now = advance(states, solved, params, batch, jnp.float32(number + 1))
+        if (number + 1) % 20 == 0 or number + 1 == options.steps:
+            say(f"learn: step {number + 1} of {options.steps}, distance {now:.4g}")
+    learned = {n: codes(state, solved[n]) for n, state in states.items()}
+    after = mean(learned)
+    say(f"learn: distance {before:.4g} before, {after:.4g} after")
+    return (learned, (before, after)) if after < before else (solved, (before, before))

@@ -1,0 +1,100 @@
+"""Resume: solved weights in a folder, so that a killed calibration goes on after the last.
+
+    calibration.json    digests of what the weights depend on: model, data, rules, options
+    0.npz 1.npz ...     one weight each, whole or not there
+
+A folder of another calibration is refused. What comes after all weights are solved, learning
+say, is done again from them: it has no chance in it, and so ends with the same bits.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.algorithms.report import Row
+from midtread.numerics.qarray import QArray
+
+
+class Kept:
+    """Solved weights in a folder: one file each, whole or not there."""
+
+    def __init__(self, folder, work: Any, algorithms, loss):
+        self.folder = None if folder is None else pathlib.Path(folder)
+        self.work = work
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = _fingerprint(work, algorithms, loss)
+        file = self.folder / "calibration.json"
+        if file.is_file() and json.loads(file.read_text()) != mine:
+            raise ValueError(
+                f"{self.folder} holds weights of another calibration (model, data, rules or "
+                "options differ): give another folder, or empty it."
+            )
+        file.write_text(json.dumps(mine))
+
+    def _file(self, number: int) -> pathlib.Path:
+        assert self.folder is not None
+        return self.folder / f"{number}.npz"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.folder is not None and all(
+            self._file(n).is_file() for n in self.work.chosen
+        )
+
+    def read(self, number: int) -> tuple[QArray, Row] | None:
+        if self.folder is None or not self._file(number).is_file():
+            return None
+        with np.load(self._file(number)) as file:
+            about = json.loads(str(file["about"]))
+            part = lambda name: jnp.asarray(
+                file[name]
+                .view(jnp.dtype(about["dtypes"][name]))
+                .reshape(about["shapes"][name])
+            )
+            parts = {name: part(name) for name in about["dtypes"]}
+        logical = about["logical"] and tuple(about["logical"])
+        q = QArray(**parts, qtype=about["qtype"], logical=logical)
+        return q, Row(**about["row"])
+
+    def write(self, number: int, q: QArray, row: Row) -> None:
+        if self.folder is None:
+            return
+        names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+        parts = {
+            n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
+        }
+        about = {
+            "dtypes": {n: p.dtype.name for n, p in parts.items()},
+            "shapes": {n: p.shape for n, p in parts.items()},
+            "qtype": q.format.name,
+            "logical": q.logical,
+            "row": dataclasses.asdict(row),
+        }
+        raw = {n: np.frombuffer(p.tobytes(), np.uint8) for n, p in parts.items()}
+        partial = self._file(number).with_suffix(".partial")
+        with partial.open("wb") as out:
+            np.savez(out, about=json.dumps(about), **raw)
+        partial.rename(self._file(number))
+
+
+def _fingerprint(work: Any, algorithms, loss) -> dict[str, str]:
+    """What a calibration's weights depend on."""
+    digest = lambda arrays: hashlib.sha256(
+        b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
+    ).hexdigest()
+    sites = [f"{s.name} {work.boxes[s.path].how}" for s in work.chosen.values()]
+    return {
+        "weights": digest(work.floats[path] for path in sorted(work.floats)),
+        "batches": digest(x for b in work.batches for x in work.program.arrays(b)),
+        "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
+        "algorithms": ",".join(algorithms),
+        "options": str(work.options),
+        "loss": getattr(loss, "__qualname__", str(loss)),
+    }
