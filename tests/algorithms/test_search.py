@@ -59,6 +59,38 @@ def test_bisect_leaves_the_culprit_in_float(judged):
     assert error(mended) <= 0.71 * error(broken)
 
 
+def test_bisect_finds_what_sets_two_models_apart(judged):
+    model, batches = judged
+    other = nnx.clone(model)
+    other.fine.kernel[...] = other.fine.kernel[...] * 1.5
+    other.last.kernel[...] = other.last.kernel[...] * 1.0001
+    quantized = mt.quantize_model(
+        other,
+        mt.PtqProvider([mt.QuantizationRule(module_path="last", weight_qtype="int8")]),
+        batches[0],
+    )
+    for changed in (other, quantized):
+        table = mt.bisect(model, batches, other=changed, share=0.9)
+        assert [c.weight for c in table.choices] == ["fine/kernel"]
+    with pytest.raises(ValueError, match="another model or with a format"):
+        mt.bisect(model, batches, "int4", other=other)
+    with pytest.raises(ValueError, match="not of one structure"):
+        mt.bisect(model, batches, other=nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+
+
+def test_bytes_are_a_budget_too(judged):
+    model, batches = judged
+    table = mt.allocate(model, batches, ["int4", "int8"], nbytes=600)
+    assert table.bits * sum(c.size for c in table.choices) <= 600 * 8
+    assert {c.format for c in table.choices} == {"int4", "int8"}
+    with pytest.raises(ValueError, match="nbytes=100 are too few"):
+        mt.allocate(model, batches, ["int4", "int8"], nbytes=100)
+    with pytest.raises(ValueError, match="give nbytes = milliseconds"):
+        mt.allocate(model, batches, milliseconds=3)
+    with pytest.raises(ValueError, match="needs one budget"):
+        mt.allocate(model, batches, bits=5, nbytes=900)
+
+
 def test_bits_go_where_they_help_most(judged):
     model, batches = judged
     few = mt.allocate(model, batches, ["int4", "int8"], bits=8.1)

@@ -1,7 +1,7 @@
 """Calibrate: a float model and some data in, a quantized model out.
 
-    made = mt.calibrate(model, mt.PtqProvider(rules), batches, algorithms=["gptq"])
-    made.model(x);  print(made.report)
+    result = mt.calibrate(model, mt.PtqProvider(rules), batches, algorithms=["gptq"])
+    result.model(x);  print(result.report)
 
 What is quantized, and to which formats, is said by the provider's rules, as in
 `quantize_model`; which codes stand for a weight is found by the algorithms, from data:
@@ -155,10 +155,10 @@ def calibrate(
     >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     >>> x = jax.random.normal(jax.random.key(0), (64, 16)) @ jnp.tri(16)
     >>> provider = PtqProvider([QuantizationRule(weight_qtype="int4")])
-    >>> made = calibrate(model, provider, [x])
-    >>> made.model.kernel.array.qvalue.dtype
+    >>> result = calibrate(model, provider, [x])
+    >>> result.model.kernel.array.qvalue.dtype
     dtype(int4)
-    >>> bool(made.report.rows[0].cost < made.report.rows[0].rounded)
+    >>> bool(result.report.rows[0].cost < result.report.rows[0].rounded)
     True
 
     Args:
@@ -204,8 +204,8 @@ def calibrate(
     kept = Kept(folder, work, algorithms, loss)
     if work.needs_moments and options.weigh == "gradient" and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
-    made = work.run(kept, say)
-    for path, arrays in made.items():
+    solved = work.run(kept, say)
+    for path, arrays in solved.items():
         quantized = _put(quantized, path, arrays, boxes[path])
     report = work.report(tuple(algorithms), time.time() - started)
     if isinstance(model, nnx.Module):
@@ -284,14 +284,13 @@ def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
         )
     args, kwargs = as_call(batch)
     if isinstance(model, nnx.Module):
-        made = quantize_model(model, provider, *args, methods=(method,), **kwargs)
-        found = {
+        quantized = quantize_model(model, provider, *args, methods=(method,), **kwargs)
+        boxes = {
             (*path, name): flaxlib.unbox(box)
-            for path, module in nnx.iter_modules(made)
+            for path, module in nnx.iter_modules(quantized)
             for name, box in vars(module).items()
             if isinstance(box, WithAux)
         }
-        quantized = made
     elif isinstance(model, nn.Module):
         if params is None or "params" not in params:
             raise ValueError(
@@ -299,15 +298,15 @@ def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
             )
         import flax
 
-        made = quantize_model(model, provider, methods=(method,))
-        init = lambda key: made.init(key, *args, method=method, **kwargs)
+        wrapped = quantize_model(model, provider, methods=(method,))
+        init = lambda key: wrapped.init(key, *args, method=method, **kwargs)
         shapes = jax.eval_shape(init, jax.random.key(0))
         tree = quantize_params(
             flax.core.unfreeze(flaxlib.unbox(params["params"])), shapes["params"]
         )
         flat = flax.traverse_util.flatten_dict(tree)
-        found = {p: box for p, box in flat.items() if isinstance(box, WithAux)}
-        quantized = (made, {**params, "params": tree})
+        boxes = {p: box for p, box in flat.items() if isinstance(box, WithAux)}
+        quantized = (wrapped, {**params, "params": tree})
     else:
         raise TypeError(
             f"calibrate takes flax.linen and flax.nnx modules, not {type(model).__name__}."
@@ -315,7 +314,7 @@ def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
     text = provider.unused_rules_text()
     if text:
         raise ValueError(text)
-    boxes = {p: box for p, box in found.items() if isinstance(box.array, QArray)}
+    boxes = {p: box for p, box in boxes.items() if isinstance(box.array, QArray)}
     if not boxes:
         raise ValueError("the provider's rules quantize no weight of this model.")
     return quantized, boxes
@@ -324,7 +323,7 @@ def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
 def _chosen(program: Program, boxes: dict, rounding: str, before) -> dict[int, Site]:
     """{number: site} of the weights to solve for: each at its first use."""
     by_name = {tuple(map(str, path)): path for path in boxes}
-    found: dict[int, Site] = {}
+    chosen: dict[int, Site] = {}
     seen = set()
     for number, site in enumerate(program.sites):
         path = by_name.get(tuple(map(str, site.path)))
@@ -338,13 +337,13 @@ def _chosen(program: Program, boxes: dict, rounding: str, before) -> dict[int, S
                 f"{site.name}: {names[0]} cannot take this {site.op}: {why}. Leave it out of "
                 "the rules, or calibrate with algorithms=['clip']."
             )
-        found[number] = dataclasses.replace(site, path=path)
-    if not found:
+        chosen[number] = dataclasses.replace(site, path=path)
+    if not chosen:
         raise ValueError(
             "no quantized weight meets a contraction: only look-ups are quantized here, and "
             "those are rounded to nearest by quantize_model."
         )
-    return found
+    return chosen
 
 
 class _Work:
@@ -371,12 +370,12 @@ class _Work:
         eqns = program.eqns
         # variable -> number of the site whose weight it is
         self.given = {
-            eqns[held["weight"]].outvars[0]: n for n, held in enumerate(program.marks)
+            eqns[mark["weight"]].outvars[0]: n for n, mark in enumerate(program.marks)
         }
         self.ways: dict[int, reach.Way] = {}
         if options.weigh == "attention" and self.needs_moments:
-            found = {n: reach.way_of(program, n) for n in chosen}
-            self.ways = {n: way for n, way in found.items() if way is not None}
+            ways = {n: reach.way_of(program, n) for n in chosen}
+            self.ways = {n: way for n, way in ways.items() if way is not None}
         self._operands: dict[tuple[int, bool], jax.Array] = {}  # of one stage
         self._stats: dict[Any, dict[str, jax.Array]] = {}  # of one stage
 
@@ -397,13 +396,13 @@ class _Work:
         run = collect.gradient_weights(self.program, groups, loss)
         for number, batch in enumerate(self.batches):
             key = jax.random.fold_in(jax.random.key(0), number)
-            found = run(self.floats, self.program.arrays(batch), targets[number], key)
-            if not all(bool(jnp.isfinite(w).all()) for w in found.values()):
+            weights = run(self.floats, self.program.arrays(batch), targets[number], key)
+            if not all(bool(jnp.isfinite(w).all()) for w in weights.values()):
                 raise ValueError(
                     f"gradients of batch {number} are not finite: check the data and the "
                     "loss, or weigh all tokens the same with options=mt.CalibrationOptions(weigh='none')."
                 )
-            self.weights.append(found)
+            self.weights.append(weights)
             say(f"gradients: batch {number + 1} of {len(self.batches)}")
         # Only what tokens count relative to each other matters.
         for n in groups:
@@ -446,11 +445,11 @@ class _Work:
                     env.pop(v, None)
         if "learn" in self.after:
             solved = self._learn(solved, say)
-        made: dict[tuple, list] = {}
+        by_path: dict[tuple, list] = {}
         for number, q in solved.items():
             site = self.chosen[number]
-            made.setdefault(site.path, []).append((site.layer, q))
-        return made
+            by_path.setdefault(site.path, []).append((site.layer, q))
+        return by_path
 
     def _advance(self, stage: Stage, shared, env, solved) -> None:
         """Runs a stage on one batch: on the codes, or on floats if `solved` is None."""
@@ -509,10 +508,10 @@ class _Work:
         self, number, kept: Kept, shared, envs, floats, solved, say
     ) -> tuple[QArray, Row]:
         site = self.chosen[number]
-        found = kept.read(number)
-        if found is not None:
+        known = kept.read(number)
+        if known is not None:
             say(f"{site.name}: as solved before")
-            return found
+            return known
         spec, w = self.boxes[site.path].how, self._float(site)
         stats = None
         if self.needs_moments:
@@ -534,9 +533,9 @@ class _Work:
         return q, row
 
     def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
-        site, held = self.program.sites[number], self.program.marks[number]
-        x = self.program.eqns[held["input"]].invars[0]
-        sizes = self.program.eqns[held["sizes"]].outvars[0] if "sizes" in held else None
+        site, mark = self.program.sites[number], self.program.marks[number]
+        x = self.program.eqns[mark["input"]].invars[0]
+        sizes = self.program.eqns[mark["sizes"]].outvars[0] if "sizes" in mark else None
         key = (x, sizes, number if self.weights else collect.layout(site))
         if key in self._stats:  # query, key and value share their inputs
             return self._stats[key]
@@ -558,9 +557,9 @@ class _Work:
         """Moments of inputs as the next layer sees them, from as many batches as it takes
         for ROWS times as many rows as inputs."""
         known = {*envs[0], *shared, *self.given}
-        found = reach.probe(self.program, number, self.ways[number], known)
-        run = lambda env, codes: found.run(
-            self._values(found.takes, shared, env, codes)
+        probe = reach.probe(self.program, number, self.ways[number], known)
+        run = lambda env, codes: probe.run(
+            self._values(probe.takes, shared, env, codes)
         )
         total = None
         seen = 0
@@ -615,8 +614,7 @@ class _Work:
             H = stats["H"] * factors[:, None, :, None] * factors[:, None, None, :]
             stats = {**stats, "H": H}
         if self.rounding == "gptq":
-            made = gptq.solve(goal, spec, stats["H"], axes, options.gptq)
-            q, cost, rounded = made
+            q, cost, rounded = gptq.solve(goal, spec, stats["H"], axes, options.gptq)
         else:
             if self.rounding == "clip":
                 diagonal = jnp.diagonal(stats["H"], axis1=-2, axis2=-1).mean(1)
@@ -673,17 +671,17 @@ def _put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
         if not depth
         else jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
     )
-    made = WithAux(q, box.how)
+    codes = WithAux(q, box.how)
     if isinstance(quantized, nnx.Module):
         module = value_at(quantized, path[:-1])
-        held = getattr(module, path[-1])
-        first = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]
-        boxed = jax.tree.map(lambda v: flaxlib.like(first, v), made)
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        first, *_ = jax.tree.leaves(getattr(module, path[-1]), is_leaf=is_variable)
+        boxed = jax.tree.map(lambda v: flaxlib.like(first, v), codes)
         setattr(module, path[-1], boxed)
         return quantized
     import flax
 
     model, variables = quantized
     flat = flax.traverse_util.flatten_dict(variables["params"])
-    flat[path] = made
+    flat[path] = codes
     return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}

@@ -60,9 +60,9 @@ def solve(
 
     >>> from midtread.numerics.qarray import quantize_by_spec
     >>> w = jax.random.normal(jax.random.key(0), (64, 8))
-    >>> how = Spec("int4", channelwise_axes=(1,))
+    >>> spec = Spec("int4", channelwise_axes=(1,))
     >>> error = lambda q: float(jnp.sum((w - dequantize(q)) ** 2))
-    >>> error(solve(w, how)) < error(quantize_by_spec(w, how))
+    >>> error(solve(w, spec)) < error(quantize_by_spec(w, spec))
     True
 
     Args:

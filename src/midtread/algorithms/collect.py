@@ -147,15 +147,15 @@ def moments(
             own.astype(jnp.float32),
         )
         count = sizes.astype(jnp.float32)
-    found = {"H": weigh(X), "count": count, "largest": largest}
-    return found if gap is None else {**found, "C": weigh(gap)}
+    stats = {"H": weigh(X), "count": count, "largest": largest}
+    return stats if gap is None else {**stats, "C": weigh(gap)}
 
 
 def moments_of_heads(X: jax.Array, other: jax.Array | None) -> dict[str, jax.Array]:
     """ "H" [1, G, K, K], and "C" with what comes from `other`, both [G, T, K]: reach.py."""
     times = lambda Y: jnp.einsum("gtk,gtl->gkl", X, Y)[None]
-    found = {"H": times(X)}
-    return found if other is None else {**found, "C": times(other - X)}
+    stats = {"H": times(X)}
+    return stats if other is None else {**stats, "C": times(other - X)}
 
 
 def layout(site: Site) -> tuple[Any, ...]:

@@ -46,6 +46,6 @@ def target(
     damped = H + jnp.eye(K) * jnp.where(mean > 0, damping * mean, 1.0)
     factor = jnp.linalg.cholesky(damped)
     missing = jax.scipy.linalg.cho_solve((factor, True), C @ parts)
-    made = parts + strength * missing
-    made = made.transpose(0, 2, 1, 3).reshape(E, K, N)
-    return as_weight(made, axes, w.shape).astype(w.dtype)
+    corrected = parts + strength * missing
+    corrected = corrected.transpose(0, 2, 1, 3).reshape(E, K, N)
+    return as_weight(corrected, axes, w.shape).astype(w.dtype)

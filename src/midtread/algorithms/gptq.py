@@ -104,8 +104,8 @@ def solve(
 
     >>> x = jax.random.normal(jax.random.key(0), (256, 16)) @ jnp.tri(16)
     >>> w = jax.random.normal(jax.random.key(1), (16, 8))
-    >>> made = solve(w, Spec("int4", channelwise_axes=(1,)), x.T @ x)
-    >>> bool(made.cost < made.rounded / 2)
+    >>> solved = solve(w, Spec("int4", channelwise_axes=(1,)), x.T @ x)
+    >>> bool(solved.cost < solved.rounded / 2)
     True
 
     Args:

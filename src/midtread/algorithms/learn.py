@@ -123,8 +123,8 @@ def start(w: jax.Array, q: QArray, share: float = 0.5) -> State:
     >>> from midtread.numerics.qarray import quantize
     >>> w = jnp.array([0.9, -0.5, 0.12, 0.01])
     >>> q = quantize(w, "int4")
-    >>> start(w, q, 0.8).units.round(2).tolist()
-    [7.0, -4.13, 1.0, 0.07]
+    >>> [round(u, 2) for u in start(w, q, 0.8).units.tolist()]
+    [7.4, -4.13, 1.0, 0.07]
 
     Args:
         w: the float weight.

@@ -207,8 +207,8 @@ def trace(
         def run(flat, arrays):
             marked = quantize_model(model, marker, methods=(method,))
             again, named = rebuild(arrays)
-            held = {"params": flax.traverse_util.unflatten_dict(flat), **others}
-            return marked.apply(held, *again, method=method, **named)
+            variables = {"params": flax.traverse_util.unflatten_dict(flat), **others}
+            return marked.apply(variables, *again, method=method, **named)
 
     else:
         raise TypeError(
@@ -244,17 +244,17 @@ def _program(run: Callable, flat: dict, arrays: list, marker: Marker) -> Program
         kind, number = m[1], int(m[2])
         opened.setdefault(number, {})[kind] = index
         if kind == "output":  # the last one, of every layer
-            held, seen = opened.pop(number), marker.seen[number]
-            found = origin(jaxpr.eqns[held["weight"]].invars[0], made_by, params)
-            if found is not None:
-                sites.append(Site(*found, **seen))
-                marks.append(held)
+            mark, seen = opened.pop(number), marker.seen[number]
+            source = origin(jaxpr.eqns[mark["weight"]].invars[0], made_by, params)
+            if source is not None:
+                sites.append(Site(*source, **seen))
+                marks.append(mark)
     stage = _stages(jaxpr.eqns, marks)
     sites = [
         dataclasses.replace(
-            site, stage=stage.get(jaxpr.eqns[held["input"]].invars[0], 0)
+            site, stage=stage.get(jaxpr.eqns[mark["input"]].invars[0], 0)
         )
-        for site, held in zip(sites, marks)
+        for site, mark in zip(sites, marks)
     ]
     return Program(
         tuple(jaxpr.eqns),
@@ -335,14 +335,14 @@ def _unroll(eqn: Any, inner: Any, values: Sequence[Any]) -> list[Any]:
     consts = values[:fixed]
     carry, stacked = values[fixed : fixed + carried], values[fixed + carried :]
     turns = range(p["length"])
-    made = []
+    turned = []
     for i in reversed(turns) if p["reverse"] else turns:
         here = [jax.lax.index_in_dim(x, i, 0, keepdims=False) for x in stacked]
         outs = _inline(inner.jaxpr, inner.consts, [*consts, *carry, *here])
         carry, ys = outs[:carried], outs[carried:]
-        made.append(ys)
-    made = made[::-1] if p["reverse"] else made
-    return [*carry, *(jnp.stack(ys) for ys in zip(*made))]
+        turned.append(ys)
+    turned = turned[::-1] if p["reverse"] else turned
+    return [*carry, *(jnp.stack(ys) for ys in zip(*turned))]
 
 
 ONE_TO_ONE = ("convert_element_type", "reshape", "transpose", "copy", "copy_p", "sharding_constraint", "squeeze", "name", "optimization_barrier")  # fmt: skip
@@ -374,7 +374,7 @@ def origin(variable: Any, made_by: dict, params: dict) -> tuple[tuple, tuple] | 
 def _stages(eqns: Sequence[Any], marks: Sequence[dict[str, int]]) -> dict[Any, int]:
     """The stage of every variable: the number of inputs of sites on the way to it."""
     stage: dict[Any, int] = {}
-    after = {held["input"] for held in marks}
+    after = {mark["input"] for mark in marks}
     for index, eqn in enumerate(eqns):
         own = max((stage.get(v, 0) for v in eqn.invars if not is_literal(v)), default=0)
         for v in eqn.outvars:
@@ -400,13 +400,13 @@ def stages(program: Program) -> list[Stage]:
     """
     eqns = program.eqns
     level = _stages(eqns, program.marks)
-    given = {eqns[held["weight"]].outvars[0] for held in program.marks}
+    given = {eqns[mark["weight"]].outvars[0] for mark in program.marks}
     number = 1 + max((site.stage for site in program.sites), default=-1)
     wanted: list[list[Any]] = [[] for _ in range(number + 1)]
-    for site, held in zip(program.sites, program.marks):
-        wanted[site.stage] += [eqns[held[k]].invars[0] for k in ("input",)]
-        if "sizes" in held:
-            wanted[site.stage].append(eqns[held["sizes"]].outvars[0])
+    for site, mark in zip(program.sites, program.marks):
+        wanted[site.stage] += [eqns[mark[k]].invars[0] for k in ("input",)]
+        if "sizes" in mark:
+            wanted[site.stage].append(eqns[mark["sizes"]].outvars[0])
     wanted[number] += [v for v in program.outputs if not is_literal(v)]
     needed = _needed(eqns, given, [v for vs in wanted for v in vs])
     # An equation runs as soon as its operands are there. What needs no layer's output, masks
@@ -429,7 +429,7 @@ def stages(program: Program) -> list[Stage]:
         parts[at[index]].append(eqns[index])
         where.update(dict.fromkeys(eqns[index].outvars, at[index]))
     reads = [{v for e in part for v in e.invars if not is_literal(v)} for part in parts]
-    made = []
+    listed = []
     for s, part in enumerate(parts):
         inside = {v for e in part for v in e.outvars}
         takes = sorted(reads[s] - inside, key=_order(eqns))
@@ -441,8 +441,8 @@ def stages(program: Program) -> list[Stage]:
         drops = [v for v, at in where.items() if at <= s and v not in still]
         sites = tuple(i for i, site in enumerate(program.sites) if site.stage == s)
         run = compiled(tuple(part), tuple(takes), tuple(gives))
-        made.append(Stage(run, tuple(takes), tuple(gives), sites, tuple(drops)))
-    return made
+        listed.append(Stage(run, tuple(takes), tuple(gives), sites, tuple(drops)))
+    return listed
 
 
 def _order(eqns: Sequence[Any]) -> Callable[[Any], int]:

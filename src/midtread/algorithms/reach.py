@@ -68,7 +68,7 @@ class Factors:
     def reshape(self, axes: Axes, shape: Sequence[int]) -> Axes | None:
         """The axes of a reshape to `shape`; None if it does not follow factors."""
         rest = [f for axis in axes for f in self.whole(axis)]
-        made: Axes = []
+        axes_after: Axes = []
         for n in shape:
             axis: list[int] = []
             while n > 1:
@@ -86,8 +86,8 @@ class Factors:
                     f, size = parts[0], n
                 axis.append(f)
                 n //= size
-            made.append(tuple(axis))
-        return made
+            axes_after.append(tuple(axis))
+        return axes_after
 
 
 # --- linear equations: the axes of what they give, None if they are no part of a way ----------
@@ -194,7 +194,7 @@ def way_of(program: Program, number: int) -> Way | None:
         for label, n in zip(site.c.out, start.aval.shape, strict=True)
     ]
     axes, end, sums, eqns = {start: first}, None, False, []
-    inputs = {held["input"] for held in program.marks}
+    inputs = {mark["input"] for mark in program.marks}
     for index in range(at + 1, len(program.eqns)):
         eqn = program.eqns[index]
         own = [i for i, v in enumerate(eqn.invars) if not is_literal(v) and v in axes]
@@ -206,10 +206,10 @@ def way_of(program: Program, number: int) -> Way | None:
         name = eqn.primitive.name
         if len(own) != 1 or name not in RULES or index in inputs:
             return None
-        made = RULES[name](factors, eqn, axes[eqn.invars[own[0]]], own[0])
-        if made is None:
+        after = RULES[name](factors, eqn, axes[eqn.invars[own[0]]], own[0])
+        if after is None:
             return None
-        axes[eqn.outvars[0]] = made
+        axes[eqn.outvars[0]] = after
         sums = sums or (name == "dot_general" and bool(eqn.params["dimension_numbers"][0][own[0]]))  # fmt: skip
         eqns.append(eqn)
     if end is None or not sums or any(v in axes for v in program.outputs if not is_literal(v)):  # fmt: skip
@@ -219,10 +219,10 @@ def way_of(program: Program, number: int) -> Way | None:
         for axis in axes
         for f in factors.whole(axis)
     )
-    found = Way(tuple(eqns), start, end, listed(first), listed(axes[end]))
-    own = [kind for _, kind in found.before if kind != "token"]
+    way = Way(tuple(eqns), start, end, listed(first), listed(axes[end]))
+    own = [kind for _, kind in way.before if kind != "token"]
     # Heads are runs of the outputs: they come before what is inside of one.
-    return found if found.width > 1 and own == sorted(own, reverse=True) else None
+    return way if way.width > 1 and own == sorted(own, reverse=True) else None
 
 
 def attended(site: Site, way: Way, x: jax.Array, env: dict[Any, Any]) -> jax.Array:
@@ -274,10 +274,10 @@ def probe(program: Program, number: int, way: Way, known: set[Any]) -> Probe:
             before.insert(0, eqn)
             needed |= read([eqn]) - known
     eqns = (*before, *way.eqns)
-    made = {v for e in eqns for v in e.outvars} | {way.start}
+    inside = {v for e in eqns for v in e.outvars} | {way.start}
     takes = tuple(
         dict.fromkeys(
-            [x, *(v for e in eqns for v in e.invars if not is_literal(v) and v not in made)]
+            [x, *(v for e in eqns for v in e.invars if not is_literal(v) and v not in inside)]
         )
     )  # fmt: skip
 

@@ -1,9 +1,10 @@
 """Search: which weight hurts, and which format each should have.
 
     sensitivity(...)    every weight quantized alone: how far the model's outputs move
-    bisect(...)         the fewest weights that make up most of what quantizing all does
+    bisect(...)         the fewest weights that make up most of what quantizing all does, or
+                        of what sets another model apart
     allocate(...)       a format for every weight, so that outputs move least for a number
-                        of bits per weight
+                        of bits per weight, or of bytes
 
 All three run the model itself, on data, with one weight or some of them rounded, and return
 a table that is also rules: `print` it, give `.rules` to a provider, or write `.to_yaml()`.
@@ -22,11 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from midtread.algorithms.program import Site, outputs, trace
+from midtread.model import flaxlib
 from midtread.model.coverage import table
 from midtread.model.rules import QuantizationRule
 from midtread.numerics.formats import as_format, dtype_bits
-from midtread.numerics.qarray import dequantize, quantize_by_spec
+from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
+from midtread.providers.params import value_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,24 @@ class _Model:
         count = len(self.batches)
         return error / count, None if self.loss is None else grown / count
 
+    def weights_of(self, other: Any, params: Any) -> dict[tuple, jax.Array]:
+        """{path: float array} of another model's parameters that are weights here."""
+        tree = other if params is None else params["params"]
+        weights = {}
+        for path in self.sites:
+            w = self.floats[path]
+            box = flaxlib.unbox(value_at(tree, path))
+            box = getattr(box, "array", box)  # of a WithAux
+            theirs = dequantize(box, w.dtype) if isinstance(box, QArray) else box
+            if getattr(theirs, "shape", None) != w.shape:
+                raise ValueError(
+                    f"{'/'.join(map(str, path))} is {w.shape} in the first model and "
+                    f"{getattr(theirs, 'shape', 'missing')} in the other: they are not of "
+                    "one structure."
+                )
+            weights[path] = theirs.astype(w.dtype)
+        return weights
+
     def rounded(self, path: tuple, qtype: Any, tile: int | None):
         """(the parameter rounded to nearest, bits per element)."""
         site, w = self.sites[path][0], self.floats[path]
@@ -157,20 +178,20 @@ class _Model:
         spec = Spec(fmt, ("kept",), {"summed": tile} if tile else {})
         placed = site.c.number_axes(spec, site.side)
         assert placed is not None
-        how = placed.transposed(back)
+        stored = placed.transposed(back)
         stacked = len(site.layer)
         shape = (*w.shape[:stacked], *site.stored_shape)
-        quantize = functools.partial(_round_trip, spec=how)
+        quantize = functools.partial(_round_trip, spec=stored)
         for _ in range(stacked):
             quantize = jax.vmap(quantize)
-        made = jax.jit(quantize)(w.reshape(shape)).reshape(w.shape)
+        rounded = jax.jit(quantize)(w.reshape(shape)).reshape(w.shape)
         parts = jax.eval_shape(
-            functools.partial(quantize_by_spec, spec=how),
+            functools.partial(quantize_by_spec, spec=stored),
             jax.ShapeDtypeStruct(site.stored_shape, w.dtype),
         )
         scales = parts.scale.size * dtype_bits(parts.scale.dtype)
         bits = fmt.bits + scales / max(1, parts.qvalue.size)
-        return made, bits
+        return rounded, bits
 
 
 def _round_trip(x: jax.Array, spec: Spec) -> jax.Array:
@@ -179,7 +200,7 @@ def _round_trip(x: jax.Array, spec: Spec) -> jax.Array:
 
 def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:
     """{path: a choice per format} of every weight."""
-    found: dict[tuple, list[Choice]] = {}
+    choices: dict[tuple, list[Choice]] = {}
     for path in runner.sites:
         for qtype in formats:
             name, tile = qtype if isinstance(qtype, tuple) else (qtype, None)
@@ -195,8 +216,8 @@ def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:
                 error,
                 grown,
             )
-            found.setdefault(path, []).append(choice)
-    return found
+            choices.setdefault(path, []).append(choice)
+    return choices
 
 
 def sensitivity(
@@ -213,8 +234,8 @@ def sensitivity(
 
     >>> from flax import nnx
     >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    >>> found = sensitivity(model, [jnp.ones((4, 16))], "int4")
-    >>> found.choices[0].weight, found.choices[0].error < 0.1
+    >>> table = sensitivity(model, [jnp.ones((4, 16))], "int4")
+    >>> table.choices[0].weight, table.choices[0].error < 0.1
     ('kernel', True)
 
     Args:
@@ -243,14 +264,20 @@ def sensitivity(
 def bisect(
     model: Any,
     batches: Iterable[Any],
-    weight_qtype: Any = "int4",
+    weight_qtype: Any = None,
     tile_size: int | None = None,
     *,
+    other: Any = None,
     share: float = 0.5,
     params: Any = None,
+    other_params: Any = None,
     method: str = "__call__",
 ) -> Table:
-    """The fewest weights, by sensitivity, that make up `share` of what quantizing all does.
+    """The fewest weights that make up `share` of what sets two models apart.
+
+    The second model is the first one with all weights rounded to a format, or `other`: one
+    that was quantized by whatever means, or trained further. Weights are tried in the order
+    of what each alone does to the outputs.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
@@ -258,35 +285,46 @@ def bisect(
     1
 
     Args:
-        model, batches, weight_qtype, tile_size: as for `sensitivity`.
-        share: of the outputs' error, between 0 and 1: with the weights found back in float
-            and all others quantized, no more than 1 - share of it is left.
+        model, batches: as for `sensitivity`.
+        weight_qtype, tile_size: what all weights are rounded to; None: "int4".
+        other: a model of the same structure to compare with, instead of a format.
+        share: of the outputs' error, between 0 and 1: with the weights found back as they
+            were and all others changed, no more than 1 - share of it is left.
         params, method: as for `sensitivity`.
+        other_params: the variables of `other`, where it is a Linen module.
 
     Returns:
         A table of those weights, whose rules leave them in float. Put them before the rules
         that quantize the rest.
 
     Raises:
-        ValueError: no batches, or a share that is none.
+        ValueError: no batches, a share that is none, a format beside another model, or a
+            model whose weights are not those of the first.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share={share} lies between 0 and 1.")
+    if other is not None and (weight_qtype is not None or tile_size is not None):
+        raise ValueError(
+            "bisect compares with another model or with a format: leave out `other`, or "
+            "weight_qtype and tile_size."
+        )
     runner = _Model(model, batches, None, params, method)
-    made = {p: runner.rounded(p, weight_qtype, tile_size)[0] for p in runner.sites}
-    tried = {p: c for p, (c,) in _tried(runner, [(weight_qtype, tile_size)]).items()}
+    if other is None:
+        asked = weight_qtype or "int4", tile_size
+        changed = {p: runner.rounded(p, *asked)[0] for p in runner.sites}
+        tried = {p: c for p, (c,) in _tried(runner, [asked]).items()}
+    else:
+        changed = runner.weights_of(other, other_params)
+        tried = {p: _changed(runner, p, w) for p, w in changed.items()}
     order = sorted(tried, key=lambda p: -tried[p].error)
-    whole, _ = runner.judge(made)
-    left = lambda count: runner.judge({p: made[p] for p in order[count:]})[0]
-    low, high = (
-        0,
-        len(order),
-    )  # the error with so many in float is too large; small enough
+    whole, _ = runner.judge(changed)
+    left = lambda count: runner.judge({p: changed[p] for p in order[count:]})[0]
+    # With `low` weights as they were the error is too large, with `high` small enough.
+    low, high = 0, len(order)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if left(middle) <= (1 - share) * whole else (middle, high)
-        )
+        is_enough = left(middle) <= (1 - share) * whole
+        low, high = (low, middle) if is_enough else (middle, high)
     chosen = tuple(
         dataclasses.replace(tried[p], format="float", tile_size=None, bits=16.0)
         for p in order[:high]
@@ -298,24 +336,33 @@ def bisect(
     return Table(chosen, says)
 
 
+def _changed(runner: _Model, path: tuple, w: jax.Array) -> Choice:
+    """One weight of another model, in the first."""
+    error, _ = runner.judge({path: w})
+    name, module = ("/".join(map(str, part)) for part in (path, path[:-1]))
+    return Choice(name, module, "float", None, 16.0, w.size, error, None)
+
+
 def allocate(
     model: Any,
     batches: Iterable[Any],
     formats: Sequence[Any] = (("int4", 64), "int8"),
     *,
-    bits: float,
+    bits: float | None = None,
+    nbytes: float | None = None,
+    milliseconds: float | None = None,
     params: Any = None,
     method: str = "__call__",
 ) -> Table:
-    """A format for every weight, so that outputs move least for `bits` per weight.
+    """A format for every weight, so that outputs move least for a budget.
 
     Every weight begins in its smallest format; the step to a larger one that removes most
-    error per bit is taken until the bits are spent.
+    error per bit is taken until the budget is spent.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    >>> found = allocate(model, [jnp.ones((4, 16))], ["int4", "int8"], bits=11)
-    >>> found.choices[0].format
+    >>> table = allocate(model, [jnp.ones((4, 16))], ["int4", "int8"], bits=11)
+    >>> table.choices[0].format
     'int8'
 
     Args:
@@ -323,6 +370,9 @@ def allocate(
         batches: inputs as the method takes them.
         formats: to choose from: names, or pairs (name, tile size).
         bits: per weight, scales included, in the mean over all weights.
+        nbytes: of all weights together, scales included, instead of `bits`.
+        milliseconds: refused, since no table of times by format and shape is measured for
+            every device. A step of decoding takes as long as its bytes take to read.
         params: the variables of a Linen module.
         method: the method that is called with a batch.
 
@@ -330,18 +380,30 @@ def allocate(
         A table with the choice for every weight; its rules are for a PtqProvider.
 
     Raises:
-        ValueError: `bits` are fewer than the smallest formats take.
+        ValueError: the budget is less than the smallest formats take, or is not one.
     """
+    if milliseconds is not None:
+        raise ValueError(
+            f"milliseconds={milliseconds}: times of formats are not known for every shape "
+            "and device. A step of decoding reads every weight once: give nbytes = "
+            "milliseconds / 1000 * bytes per second of the device's memory."
+        )
+    if (bits is None) == (nbytes is None):
+        raise ValueError(
+            "allocate needs one budget: bits=... per weight, or nbytes=..."
+        )
     runner = _Model(model, batches, None, params, method)
     tried = _tried(runner, formats)
     now = {p: min(cs, key=lambda c: c.bits) for p, cs in tried.items()}
-    room = bits * sum(c.size for c in now.values())
+    size = sum(c.size for c in now.values())
+    room = nbytes * 8 if bits is None else bits * size
     spent = sum(c.bits * c.size for c in now.values())
     if spent > room:
-        least = spent / sum(c.size for c in now.values())
+        asked = f"nbytes={nbytes}" if bits is None else f"bits={bits}"
         raise ValueError(
-            f"bits={bits} are too few: the smallest of {list(formats)} take {least:.2f} a "
-            "weight, scales included. Give more bits, smaller formats, or larger tiles."
+            f"{asked} are too few: the smallest of {list(formats)} take {spent / size:.2f} "
+            f"bits a weight, scales included, {spent / 8:.0f} bytes in all. Give more, "
+            "smaller formats, or larger tiles."
         )
     while True:
         steps = [
@@ -359,5 +421,5 @@ def allocate(
         now[path] = choice
     choices = tuple(sorted(now.values(), key=lambda c: -c.error))
     total = sum(c.error for c in choices)
-    says = f"{spent / sum(c.size for c in choices):.2f} bits a weight, errors add to {total:.3g}"
+    says = f"{spent / size:.2f} bits a weight, {spent / 8:,.0f} bytes, errors add to {total:.3g}"
     return Table(choices, says)
