@@ -52,10 +52,10 @@ def error(got, want) -> float:
     return float(np.linalg.norm(exact(got) - want) / np.linalg.norm(want))
 
 
-def weights(extents) -> list[str]:
+def weights(extents, share: slice) -> list[str]:
     """A line for each weight that is wrong or does not run; the last one counts them all."""
     wrong, count = [], 0
-    for (name, group, how), shape in itertools.product(WEIGHTS, extents):
+    for (name, group, how), shape in itertools.product(WEIGHTS[share], extents):
         tiles = {0: group} if group else {}
         w = mt.quantize(random(1, *shape), name, channelwise_axes=[1], tiled_axes=tiles, **how)  # fmt: skip
         values = exact(mt.dequantize(w, jnp.float32))
@@ -102,22 +102,28 @@ def caches() -> list[str]:
     return lines
 
 
-def times(rows=(1, 16, 64, 512)) -> list[str]:
-    return [*HEAD, *serve(rows, TIMED, Stack(gated=True))]
+def times(rows, formats) -> list[str]:
+    return [*HEAD, *serve(tuple(rows), formats, Stack(gated=True))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=["values", "times"])
     parser.add_argument("--quick", action="store_true", help="small extents alone")
+    parser.add_argument("--share", default="0/1", help="of the weights, as 3/8")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64, 512])
+    parser.add_argument("--formats", nargs="*", default=TIMED)
     args = parser.parse_args()
+    share = slice(*map(int, args.share.split("/")))
+    share = slice(share.start, None, share.stop)
     parts = args.parts or ["values", "times"]
     if "values" in parts:
         extents = EXTENTS[2:] if args.quick else EXTENTS
-        for part in (experts, caches, lambda: weights(extents)):
+        others = (experts, caches) if share.start == 0 else ()
+        for part in (*others, lambda: weights(extents, share)):
             print("\n".join(part()), flush=True)
     if "times" in parts:
-        print("\n".join(times()), flush=True)
+        print("\n".join(times(args.rows, args.formats)), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import midtread as mt
 from midtread.kernels.environment import pretended
 from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.lm import convert, data, decode, model, settings
@@ -177,6 +178,14 @@ def test_weights_of_the_same_rows_are_joined_unless_that_changes_something(words
     rows = first.self_attention.query, first.mlp.wi_0
     assert tuple(x.widths is not None for x in rows) == JOINED[words]
     np.testing.assert_allclose(logits(joined, tokens), want, atol=1e-5)
+
+
+def test_a_model_under_rules_of_the_users_own(net, config, key):
+    """A QuantizationRule has no recipe, which attention asks the rule of its matmuls for."""
+    tokens = jax.random.randint(key, (2, 4), 0, 256)
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    served_net = mt.quantize_model(nnx.clone(net), provider, tokens)
+    assert decode.complete(served(served_net, config), [[1, 2, 3]], 2)
 
 
 MISTAKES = {

@@ -244,7 +244,7 @@ def _is_one_block(call: Call) -> bool:
 def _rule_of_logits() -> bool:
     """Whether a rule quantizes attention's own two matmuls, both of activations."""
     rule = get_current_rule("einsum")
-    return rule is not None and bool(rule.act_qtype or rule.recipe)
+    return bool(rule and (rule.act_qtype or getattr(rule, "recipe", None)))
 
 
 def _why_not_plain(call: Call) -> str | None:
