@@ -13,6 +13,7 @@ The model:
     model.py          the decoder: layers, head, multi-token prediction
     layers.py         linear layers, the embedding, norms and gates
     attention.py      attention, and the choice of how it is computed
+    latent.py         DeepSeek's attention, which caches and decodes from latents
     blockwise.py      attention that never writes its logits to memory
     rope.py           the rotary embedding, plain or stretched
     moe.py            experts and their router

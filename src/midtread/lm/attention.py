@@ -19,8 +19,8 @@ bfloat16 within 2e-2 of the largest value (tests/lm/test_attention.py). The key 
 insists on one of them. An implementation says why it cannot run before it is run, so what
 one cannot take goes to the next, and `midtread explain` prints the reasons.
 
-Letters: B batch, T queries, S keys, D emb_dim, H query heads, K kv heads, G = H / K, h
-head_dim, R kv_lora_rank.
+Letters: B batch, T queries, S keys, D emb_dim, H query heads, K kv heads, G = H / K,
+h head_dim.
 """
 
 import dataclasses
@@ -545,51 +545,3 @@ class Attention(nnx.Module):
         if self.is_local is None:
             return jnp.where(place.is_local, self.window, jnp.iinfo(jnp.int32).max)
         return self.window if self.is_local else None
-
-
-class LatentAttention(nnx.Module):
-    """DeepSeek's MLA: keys and values are read off a narrow latent, which is what a
-    cache keeps, besides one rotary key that all heads share (arXiv 2405.04434)."""
-
-    def __init__(self, m: Model, rngs: nnx.Rngs, is_local: bool | None = False):
-        del is_local  # a config with windows and MLA is refused
-        H, D, R = m.num_query_heads, m.emb_dim, m.kv_lora_rank
-        nope, turned, vh = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-        if m.q_lora_rank:
-            self.wq_a = Linear(m, D, m.q_lora_rank, ("embed", "q_lora"), rngs)
-            self.q_norm = norm(m, m.q_lora_rank, rngs)
-        width = m.q_lora_rank or D
-        axis = "q_lora" if m.q_lora_rank else "embed"
-        self.wq_b = Linear(m, width, H * (nope + turned), (axis, "heads"), rngs)
-        self.wkv_a = Linear(m, D, R + turned, ("embed", "kv_lora"), rngs)
-        self.kv_norm = norm(m, R, rngs)
-        self.wkv_b = Linear(m, R, H * (nope + vh), ("kv_lora", "heads"), rngs)
-        self.out = Linear(m, H * vh, D, ("heads", "embed"), rngs)
-        self.sizes, self.rope = (H, R, nope, turned, vh), rope.of(m)
-        self.has_bottleneck = bool(m.q_lora_rank)
-        self.implementation = m.attention
-
-    def __call__(self, x: jax.Array, place: Place, cache: Any):
-        (H, R, nope, turned, vh), (B, T, _) = self.sizes, x.shape
-        low = self.q_norm(self.wq_a(x)) if self.has_bottleneck else x
-        q = self.wq_b(low).reshape(B, T, H, nope + turned)
-        q_rope = self.rope.rotate(q[..., nope:], place.positions)
-        q = jnp.concatenate([q[..., :nope], q_rope], -1)
-        both = self.wkv_a(x)
-        latent = self.kv_norm(both[..., :R])[:, :, None]
-        k_rope = self.rope.rotate(both[:, :, None, R:], place.positions)
-        seen = seen_by(place, cache)
-        if cache is not None:
-            cache = cache.write(place.positions, latent=latent, k_rope=k_rope)
-            latent = kv.restore(cache.rows["latent"], x.dtype)
-            k_rope = kv.restore(cache.rows["k_rope"], x.dtype)
-        S = latent.shape[1]
-        wide = self.wkv_b(latent[:, :, 0]).reshape(B, S, H, nope + vh)
-        k_rope = jnp.broadcast_to(k_rope, (B, S, H, turned))
-        k = jnp.concatenate([wide[..., :nope], k_rope], -1)
-        out = attend(
-            q, k, wide[..., nope:], seen,
-            scale=self.rope.logits_gain * (nope + turned) ** -0.5,
-            implementation=self.implementation,
-        )  # fmt: skip
-        return self.out(out.reshape(B, T, H * vh)), cache

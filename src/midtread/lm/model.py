@@ -26,9 +26,10 @@ from flax import nnx
 
 from midtread.kernels import environment
 from midtread.lm import blockwise, split
-from midtread.lm.attention import Attention, LatentAttention, Place, document_starts
+from midtread.lm.attention import Attention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
+from midtread.lm.latent import LatentAttention
 from midtread.lm.layers import GATES, Embed, Linear, named, norm, side_by_side
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
