@@ -17,7 +17,8 @@ VERBS = {
     "eval": "held-out loss of checkpoints, side by side: midtread eval runs/a runs/b",
     "export": "weights of a run for others: midtread export runs/a format=hf",
     "report": "one page of runs and checkpoints, or what is in a .tflite file",
-    "bench": "time and memory of a training step, beside the same in float",
+    "bench": "time and memory of a training step and of decoding, beside the same in float; "
+    "time=train or time=decode batches=1,8 lengths=512,4096 formats=int8w,int4w",
     "explain": "what would be quantized, in which formats, and why the rest is not; "
     "with kernels=true or kernels=h200 also by which kernels",
 }
@@ -194,15 +195,19 @@ def _bench(words: Sequence[str]) -> None:
     from midtread.lm import bench, settings
     from midtread.report.terminal import Terminal
 
+    asked, words = bench.asked_for(words)
     config, terminal = settings.load(words), Terminal()
-    timed = bench.bench(config)
-    terminal.table(*bench.COLUMNS, rows=bench.rows(timed))
-    for x in timed:
-        if x.gathered:
-            terminal.say(f"{x.name}\n{x.gathered}")
-    if not config.mesh:
-        decoding = bench.decoding(config)
+    if asked.time != "decode":
+        timed = bench.bench(config)
+        terminal.table(*bench.COLUMNS, rows=bench.rows(timed))
+        for x in timed:
+            if x.gathered:
+                terminal.say(f"{x.name}\n{x.gathered}")
+    if asked.time == "decode" or (asked.time == "all" and not config.mesh):
+        decoding = bench.decoding(config, asked)
         terminal.table(*bench.DECODING, rows=bench.decoding_rows(decoding))
+        for note in bench.decoding_notes(decoding):
+            terminal.say(note)
 
 
 def _explain(words: Sequence[str]) -> None:

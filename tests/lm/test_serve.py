@@ -425,15 +425,6 @@ def test_explain_of_the_largest(capsys):
     assert "671,026,419,200 parameters" in out and "76.2% of 3.07 PFLOP" in out
 
 
-@pytest.mark.slow
-def test_bench_compares_with_float(capsys):
-    words = ["tiny", "num_decoder_layers=1", "emb_dim=16", "quantization=int8w"]
-    assert cli.main(["bench", *words]) == 0
-    out = capsys.readouterr().out
-    assert "bfloat16" in out and "int8w" in out and "peak bytes" in out
-    assert "TFLOP/s" in out and "decoding" in out
-
-
 def test_layers_in_a_list_are_the_same_model(key):
     tokens = jax.random.randint(key, (1, 6), 0, 256)
     m = Model(**SMALL)

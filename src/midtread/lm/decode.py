@@ -343,6 +343,16 @@ class Server:
         made, self._left = np.asarray(made), np.array(left)
         return {int(s): [int(t) for t in made[s] if t >= 0] for s in busy}
 
+    def pretend(self, length: int) -> None:
+        """Fills every slot with a sequence of `length` tokens whose keys and values are
+        zeros, and which may go on to the end of the cache: for timing."""
+        full = lambda value: jnp.full(self.num_slots, value, jnp.int32)
+        left = full(self.length - length)
+        self._slots = dataclasses.replace(
+            self._slots, positions=full(length), left=left
+        )
+        self._left = np.array(left)
+
     def warm(self, count: int = COUNT) -> None:
         """Compiles `step` before there is anything to do."""
         assert not self._left.any(), "some sequence is under way"
