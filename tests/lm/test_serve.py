@@ -67,11 +67,18 @@ def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     )
 
 
-def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path):
-    words = [run, "quantization=int4w", "algorithm=gptq", "calibration_batches=2"]
+@pytest.mark.parametrize(
+    "algorithm", ["gptq", pytest.param("awq,gptq", marks=pytest.mark.slow)]
+)
+def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path, algorithm):
+    words = [run, "quantization=int4w", "calibration_batches=2"]
+    words += [f"algorithm={algorithm}"]
     words += [f"save_quantized_params_path={tmp_path / 'q'}"]
     assert cli.main(["quantize", *words]) == 0
-    assert "weights by gptq" in (tmp_path / "q" / "calibration.txt").read_text()
+    assert (
+        f"weights by {algorithm.replace(',', ' + ')}"
+        in (tmp_path / "q" / "calibration.txt").read_text()
+    )
     assert not (tmp_path / "q.solved").exists()
     ((_, own),) = settings.load_checkpoints([str(tmp_path / "q")])
     ((_, config),) = settings.load_checkpoints(words)
@@ -246,16 +253,6 @@ WRONG = {
             "save_quantized_params_path={run}-apart",
         ],
         "Did you mean 'gptq'?",
-    ),
-    "factors of inputs": (
-        [
-            "quantize",
-            "{run}",
-            "quantization=int4w",
-            "algorithm=awq,gptq",
-            "save_quantized_params_path={run}-apart",
-        ],
-        "checkpoints have no place for",
     ),
     "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),
 }

@@ -396,7 +396,7 @@ def allocate(
     tried = _tried(runner, formats)
     now = {p: min(cs, key=lambda c: c.bits) for p, cs in tried.items()}
     size = sum(c.size for c in now.values())
-    room = nbytes * 8 if bits is None else bits * size
+    room = bits * size if bits is not None else 8 * (nbytes or 0)
     spent = sum(c.bits * c.size for c in now.values())
     if spent > room:
         asked = f"nbytes={nbytes}" if bits is None else f"bits={bits}"

@@ -18,7 +18,7 @@ from midtread.algorithms import calibrate as algorithms
 from midtread.algorithms import learn
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
-from midtread.lm.config import Config, UsageError, first_line, require
+from midtread.lm.config import Config, UsageError, first_line
 
 
 def calibrated(
@@ -31,12 +31,6 @@ def calibrated(
         UsageError: algorithms, rules or data that do not go together.
     """
     names = [name.strip() for name in config.algorithm.split(",")]
-    for name in names:
-        require(
-            name not in ("smooth", "awq"),
-            f"algorithm={config.algorithm}: {name} keeps factors of inputs beside the codes, "
-            "which checkpoints have no place for yet. Use mt.calibrate, or gptq.",
-        )
     batches = list(
         itertools.islice(
             iter(data.batches(data.splits(config).train, config)),

@@ -19,6 +19,7 @@ import json
 import logging
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -31,6 +32,8 @@ from midtread.lm import model as models
 from midtread.lm.build import some_tokens
 from midtread.lm.config import Config, Model, UsageError, first_line, require, section
 from midtread.lm.mesh import Layout, serving_layout
+from midtread.model import flaxlib
+from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.providers.params import quantize_params
 
@@ -76,10 +79,27 @@ def load(config: Config, path: str) -> nnx.Module:
         nnx.update(model, checkpoint.load_weights(path, state))
         return on_devices(layout, in_memory(config, model))
     try:
-        target = on_devices(layout, abstract(config))
-        return interop.load(pathlib.Path(path) / "params", target)
+        params = pathlib.Path(path) / "params"
+        target = _with_factors(abstract(config), interop.read_manifest(params))
+        return interop.load(params, on_devices(layout, target))
     except ValueError as error:
         raise UsageError(first_line(error)) from None
+
+
+def _with_factors(target: nnx.Module, manifest: Mapping[str, Any]) -> nnx.Module:
+    """The model to serve, with room for factors of inputs (AWQ, SmoothQuant) where the
+    checkpoint holds some: rules do not say which weights have them."""
+    for path, module in nnx.iter_modules(target):
+        for name, box in list(vars(module).items()):
+            entry = manifest["entries"].get("/".join(map(str, (*path, name))), {})
+            record = entry.get("parts", {}).get("pre_scale")
+            if record is None or not isinstance(box, WithAux):
+                continue
+            shape = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"])
+            factors = flaxlib.like(box.array.scale, shape)
+            array = box.array.replace(pre_scale=factors)
+            setattr(module, name, box.replace(array=array))
+    return target
 
 
 def on_devices(layout: Layout | None, model: nnx.Module) -> nnx.Module:
