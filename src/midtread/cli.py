@@ -172,8 +172,8 @@ def _report_tflite(file: str) -> None:
 def _report_runs(words: Sequence[str]) -> None:
     import pathlib
 
+    from midtread.lm import compare, settings
     from midtread.lm import eval as evals
-    from midtread.lm import settings
     from midtread.report import html, run
     from midtread.report.terminal import Terminal
 
@@ -187,7 +187,8 @@ def _report_runs(words: Sequence[str]) -> None:
     )
     folders = [pathlib.Path(path) for path, _ in checkpoints]
     place = folders[0] if len(folders) == 1 else folders[0].parent
-    page = run.of_runs(folders, place / "report.html", (section,))
+    parts = [p for path, config in checkpoints for p in compare.sections(path, config)]
+    page = run.of_runs(folders, place / "report.html", (section, *parts))
     Terminal().say(f"report: {page}")
 
 

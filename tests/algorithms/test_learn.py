@@ -109,7 +109,7 @@ def test_what_learns_nothing_stays_as_it_was():
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"steps": 0}, "steps and rate lie above 0"),
+        ({"steps": 0}, "steps lie above 0"),
         ({"start": 1.0}, "start=1.0 lies between 0 and 1"),
         ({"distance": "far"}, "distance='far' should be one of"),
     ],

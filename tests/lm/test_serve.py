@@ -90,6 +90,11 @@ def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path, algorit
         call(stored, tokens).logits, call(made, tokens).logits
     )
     assert all(row.cost < row.rounded for row in report.rows)
+    if algorithm == "gptq":
+        assert cli.main(["report", str(tmp_path / "q")]) == 0
+        page = (tmp_path / "q" / "report.html").read_text()
+        assert "KL, nats per token" in page and "Nothing: every weight was" in page
+        assert page.count("Among the worst") == 5 and page.count("<svg") == 5
 
 
 def test_an_fp8_weight_is_served_as_it_is_trained():
@@ -209,6 +214,7 @@ def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
     assert cli.main(["report", run, quantized]) == 0
     page = (pathlib.Path(run).parent / "report.html").read_text()
     assert "<svg" in page and "a-int4w" in page
+    assert "Every weight was rounded to nearest" in page
     assert cli.main(["report", "nowhere.tflite"]) == 2
     assert "no such file: nowhere.tflite" in capsys.readouterr().err
 

@@ -42,7 +42,7 @@ class LearnOptions:
     Args:
         steps: of gradient, a batch each.
         rate: how far a latent moves in the first steps, in units of its scale; the rate falls
-            to 0 on a straight line.
+            to 0 on a straight line. 0: codes stay as they are.
         scale_rate: the same for the logarithm of a scale.
         distance: between the outputs and the float model's, by name: see DISTANCES.
         start: how much of the way from its code to the float weight, or to the border of the
@@ -60,9 +60,9 @@ class LearnOptions:
             raise ValueError(
                 f"learn: distance={self.distance!r} should be one of {tuple(DISTANCES)}."
             )
-        if self.steps < 1 or self.rate <= 0 or self.scale_rate < 0:
+        if self.steps < 1 or min(self.rate, self.scale_rate) < 0:
             raise ValueError(
-                f"learn: steps and rate lie above 0, scale_rate not below, in {self}."
+                f"learn: steps lie above 0, rate and scale_rate not below, in {self}."
             )
         if not 0 <= self.start < 1:
             raise ValueError(f"learn: start={self.start} lies between 0 and 1.")
@@ -72,9 +72,10 @@ class LearnOptions:
 
 
 def squares(outs: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> jax.Array:
-    """Squared errors, relative to what is wanted, summed over outputs."""
-    error = lambda a, b: jnp.sum(jnp.square(a - b)) / jnp.sum(jnp.square(b))
-    return sum((error(a, b) for a, b in zip(outs, wanted)), jnp.float32(0))
+    """Squared errors of all outputs together, relative to what is wanted."""
+    size = lambda arrays: sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.float32(0))
+    error = size([a - b for a, b in zip(outs, wanted)])
+    return error / jnp.maximum(size(wanted), 1e-30)
 
 
 def divergence(outs: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> jax.Array:

@@ -55,6 +55,7 @@ Serving, and other programs' files:
     cache.py          keys and values of past tokens, in few bits if asked for
     generate.py       text from a model
     eval.py           what checkpoints lose on held-out text
+    compare.py        a quantized checkpoint beside the float one that it was made from
     huggingface.py    Hugging Face folders and .gguf files as runs, and back
     architectures.py  published architectures, as keys and names of weights
     codes.py          published weights that are quantized already

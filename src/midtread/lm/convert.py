@@ -7,7 +7,8 @@ float weights no more:
 
     <folder>/config.yml    the model, and `quantization`, which says how to read the rest
             /params        codes and scales, every file with its digest (interop/orbax.py)
-            /sizes.json    bytes of weights, before and after
+            /sizes.json    bytes of weights, before and after, and the float checkpoint
+            /calibration.json   with an algorithm: what it did to every weight
             /data.json     what the float weights were trained on
 
 `load` builds the same model from shapes and puts the arrays into it: what then runs is
@@ -36,6 +37,7 @@ from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.providers.params import quantize_params
+from midtread.report.quantized import write as write_calibration
 
 FILE = "sizes.json"  # only a quantized checkpoint has this file
 
@@ -149,6 +151,7 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     (partial / FILE).write_text(json.dumps(sizes, indent=1))
     if report is not None:
         (partial / "calibration.txt").write_text(f"{report}\n")
+        write_calibration(partial, report)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
