@@ -20,7 +20,8 @@ VERBS = {
     "bench": "time and memory of a training step and of decoding, beside the same in float; "
     "time=train or time=decode batches=1,8 lengths=512,4096 formats=int8w,int4w",
     "explain": "what would be quantized, in which formats, and why the rest is not; "
-    "with kernels=true or kernels=h200 also by which kernels",
+    "with kernels=true or kernels=h200 also by which kernels; serve=16: a checkpoint that is "
+    "served to 16 sequences",
 }
 
 
@@ -219,15 +220,16 @@ def _explain(words: Sequence[str]) -> None:
     from midtread.lm import model as models
     from midtread.lm.config import Model, section
 
-    words, options = _kernels(words)
+    words, options = _options_of_explain(words)
     config = settings.load(words)
     print(build.coverage(config, **options))
-    print(f"quantization: {build.mode(config)}")
+    print(f"quantization: {build.mode(config, options.get('serve', False))}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
     device = options.get("device")
-    with pretended(device) if device else contextlib.nullcontext():
-        print(attention.describe(section(config, Model), config.batch_size))
+    if "serve" not in options:
+        with pretended(device) if device else contextlib.nullcontext():
+            print(attention.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline
 
@@ -237,15 +239,27 @@ def _explain(words: Sequence[str]) -> None:
         print(roofline.describe(config, on))
 
 
-def _kernels(words: Sequence[str]) -> tuple[list[str], dict]:
-    """Returns the words besides kernels=..., and the options of `explain` that kernels=...
-    asks for."""
-    asked = [w.removeprefix("kernels=") for w in words if w.startswith("kernels=")]
-    others = [w for w in words if not w.startswith("kernels=")]
-    if not asked or asked[-1] == "false":
-        return others, {}
-    device = None if asked[-1] == "true" else asked[-1]
-    return others, {"kernels": True, "device": device}
+def _options_of_explain(words: Sequence[str]) -> tuple[list[str], dict]:
+    """Returns the words besides kernels=... and serve=..., and the options of `coverage`
+    that those ask for."""
+    from midtread.lm.config import require
+
+    own = {"kernels": "false", "serve": ""}
+    pairs = [w.partition("=")[::2] for w in words]
+    own |= {name: text for name, text in pairs if name in own}
+    others = [w for w, (name, _) in zip(words, pairs) if name not in own]
+    options: dict[str, Any] = {}
+    if own["kernels"] != "false":
+        device = None if own["kernels"] == "true" else own["kernels"]
+        options = {"kernels": True, "device": device}
+    if own["serve"]:
+        rows = own["serve"]
+        require(
+            rows.isdecimal() and int(rows) > 0,
+            f"serve={rows}: a number of sequences, as in serve=16.",
+        )
+        options |= {"serve": True, "rows": int(rows)}
+    return others, options
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -23,6 +23,7 @@ Around them:
     layout.py          from labelled axes to matrices
     */adapter.py       from matrices to a plan for a kernel, or why not
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
+    measured.py        how fast weights were served, with float rows and quantized ones
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json
     decoding.py        how each kind of kernel decodes each format, a table
     triton_words.py    codes read 16 bits at a time, for Triton

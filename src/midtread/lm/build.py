@@ -30,14 +30,23 @@ def some_tokens(config: Config, rows: int = 1) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, config.max_target_length), jnp.int32)
 
 
-def coverage(config: Config, serve: bool = False, **options: Any) -> Coverage:
-    """Explains what a config quantizes, from shapes alone; `options` are those of
-    `explain`."""
+def coverage(
+    config: Config, serve: bool = False, rows: int | None = None, **options: Any
+) -> Coverage:
+    """Explains what a config quantizes, from shapes alone.
+
+    Args:
+        serve: as a checkpoint that is served, or as it is trained.
+        rows: sequences of one token each; None: a batch as it is trained on.
+        options: those of `explain`.
+    """
     make = quantization.serving if serve else quantization.provider
     provider = make(config) or QtProvider([])
     model = models.abstract(section(config, Model))
+    tokens = some_tokens(config, config.batch_size)
+    if rows is not None:
+        tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     try:
-        tokens = some_tokens(config, config.batch_size)
         return explain(model, provider, tokens, **options)
     except ValueError as error:
         raise UsageError(first_line(error)) from None

@@ -76,6 +76,9 @@ class Row:
     is_emulated: bool = False  # both operands are codes, multiplied in a wider dtype
     is_adapter: bool = False  # a product with LoRA's A or B
     kernels: tuple[Kernel, ...] = ()  # the kernels of its matmuls, if asked for
+    measured: str = (
+        ""  # of a served weight: what was faster, float rows or quantized ones
+    )
 
     @property
     def is_quantized(self) -> bool:
@@ -225,6 +228,7 @@ class Coverage:
             row = group[0]
             if row.kernels:
                 lines += ["", f"{_path(group)} {row.op}", *map(str, row.kernels)]
+                lines += [f"  measured  {row.measured}"] if row.measured else []
         return lines
 
     def _clipped(self) -> list[str]:

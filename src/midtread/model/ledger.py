@@ -17,6 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from midtread.kernels import environment, measured
 from midtread.model import flaxlib, intercept, jaxprs, operands, running
 from midtread.model.boxes import WithAux
 from midtread.model.chosen import Kernel, kernels_of
@@ -280,6 +281,7 @@ class Ledger:
             note=f.note,
             quantized=tuple(operands.any_quantized(p) for p in (fwd, dlhs, drhs)),
             kernels=self._kernels(entry),
+            measured=self._measured(entry, fwd) if self.on else "",
         )
 
     def _kernels(self, entry: _Contraction) -> tuple[Kernel, ...]:
@@ -289,6 +291,24 @@ class Ledger:
             for device in self.on
         ]
         return choices[0] if choices else ()
+
+    def _measured(self, entry: _Contraction, fwd: tuple) -> str:
+        """Says whether a stored weight is served faster with float rows or quantized ones."""
+        c, (lhs, rhs) = entry.c, entry.operands
+        sides = {"lhs": (lhs, fwd[0]), "rhs": (rhs, fwd[1])}
+        stored = [side for side, (x, _) in sides.items() if isinstance(x, QArray)]
+        if len(stored) != 1 or not c.is_matmul or c.grouping is not None:
+            return ""
+        (weight,) = stored
+        act = "lhs" if weight == "rhs" else "rhs"
+        x, operand = sides[act]
+        extents = dict(zip(c.labels(act), x.shape))
+        rows = math.prod(extents[label] for label in c.kept(act))
+        short = lambda side: sides[side][1].text.split("/")[0]
+        of_rows = short(act) if operand.quantized else measured.FLOAT
+        (name,) = self.on
+        device = environment.DEVICES[name] if name else environment.here().device
+        return measured.compare(device.kind, short(weight), of_rows, rows)
 
     def _rule(self, op: _Op | None) -> Any:
         return None if op is None or op.rule is None else self.rules[op.rule]
