@@ -73,7 +73,7 @@ Llama-3-8B, NVIDIA H200, 2026-11-16)'
         for (of_weight, of_rows), x in known.speeds.items()
         if of_weight == weight and index < len(x)
     }
-    if act not in speeds or rows > 2 * timed:
+    if act not in speeds or rows > 2 * known.rows[-1]:
         what = f"{weight} weights and {rows:,} {act} rows"
         return f"nothing for {what} on {known.device}"
     best = max(speeds, key=speeds.__getitem__)
@@ -84,5 +84,5 @@ Llama-3-8B, NVIDIA H200, 2026-11-16)'
         if other != best
     ]
     said = ", ".join([f"{speeds[best]:.2f}x of bfloat16", *others])
-    about = f"{timed:,} rows of {known.what}, {known.device}, {known.date}"
+    about = f"{timed:,} row{'s' * (timed > 1)} of {known.what}, {known.device}, {known.date}"
     return f"{'faster ' if others else ''}{of_best}: {said} ({about})"
