@@ -19,7 +19,8 @@ SIZES = jnp.array([3, 5], jnp.int32)
 #   op                     (what it computes, shape of the weight, shape of x or ids)
 OPS = {
     "dot_general": (lambda x, w: jnp.dot(x, w), (16, 8), (4, 16)),
-    "einsum": (lambda x, w: jnp.einsum("dh,bd->bh", w, x), (16, 8), (4, 16)),
+    "einsum": (  # it sums two axes
+        lambda x, w: jnp.einsum("hdo,bhd->bo", w, x), (4, 4, 8), (4, 4, 4)),
     "conv_general_dilated": (
         lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME"), (8, 4, 3), (2, 4, 6)),
     "ragged_dot": (lambda x, w: lax.ragged_dot(x, w, SIZES), (2, 16, 8), (8, 16)),

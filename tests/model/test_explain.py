@@ -225,8 +225,8 @@ def test_fp8_is_emulated_before_ada(platform, capability, runs):
 
 
 @pytest.mark.parametrize("rules", [mt.QtProvider, mt.PtqProvider])
-@pytest.mark.parametrize("size, text", [(128, "int4/32x128"), (64, "int4/32x64")])
-def test_a_tile_reaches_over_the_other_summed_axes(rules, size, text):
+@pytest.mark.parametrize("size, text", [(256, "int4/2x128"), (64, "int4/64")])
+def test_a_tile_is_a_run_of_all_summed_axes(rules, size, text):
     layer, x = nn.DenseGeneral(6, axis=(-2, -1)), jnp.ones((8, 32, 128))
     provider = rules([{"weight_qtype": "int4", "tile_size": size}])
     (row,) = mt.explain(layer, provider, x).rows
@@ -240,7 +240,7 @@ def test_tiles_of_all_three_passes():
     )
     layer = nn.DenseGeneral(256, axis=(-2, -1))
     (row,) = mt.explain(layer, mt.QtProvider([rule]), jnp.ones((128, 32, 128))).rows
-    assert row.fwd == ("int8/32x64", "int4/32x64")
+    assert row.fwd == ("int8/64", "int4/64")
     assert row.dlhs == ("int8/64", "int4/64")
     assert row.drhs == ("int8/64", "int8/64")
 

@@ -92,8 +92,8 @@ def test_experts_have_scales_of_their_own():
     w = w.at[1].multiply(10)
     c = ragged(GROUPED, x.shape, w.shape, sizes)
     shape = lambda *axes: mt.Spec("int8", axes)
-    assert c.number_axes(shape("kept"), "rhs").channelwise_axes == (2,)
-    each = c.number_axes(shape("kept", "group"), "rhs")
+    assert c.number_axes(shape("kept"), "rhs", w.shape).channelwise_axes == (2,)
+    each = c.number_axes(shape("kept", "group"), "rhs", w.shape)
     assert each.channelwise_axes == (2, 0)
     ops = mt.learn(mt.Recipe(mt.Fwd(shape("kept"), shape("kept", "group"))))
     np.testing.assert_allclose(ops.ragged_dot(x, w, sizes)[:, 0], [4] * 2 + [40] * 3 + [4] * 3, rtol=1e-2)  # fmt: skip

@@ -334,6 +334,22 @@ def training_ops():
             jnp.sin(dot_general_qt.dot_general_qt(x, w, MATMUL, c))
         )
         out[name] = jax.value_and_grad(loss, (0, 1))(x, w)
+    heads, out_kernel = planted(63, (64, 2, 64)), planted(64, (2, 64, 32))
+    numbers = (((1, 2), (0, 1)), ((), ()))
+    operands, grads = ("lhs_qtype", "rhs_qtype"), ("dlhs_grad_qtype", "drhs_grad_qtype")
+    all_four = lambda qtype: dict.fromkeys((*operands, *grads), qtype)
+    tiles = dict.fromkeys(("tile_size", "dlhs_tile_size", "drhs_tile_size"), 32)
+    for name, fields in {
+        "tiles": {**all_four("int8"), "tile_size": 32},
+        "mx": {**all_four("mxfp8"), **tiles},
+        "mx of floats": {**all_four("mxfp8"), **tiles, "use_original_residuals": True},
+        "mx again": {**all_four("mxfp8"), **tiles, "dlhs_residual_qtype": "mxfp8", "drhs_residual_qtype": "mxfp8"},
+    }.items():  # fmt: skip
+        config = dot_general_qt.DotGeneralQtConfig(**fields)
+        loss = lambda x, w, c=config: jnp.sum(
+            jnp.sin(dot_general_qt.dot_general_qt(x, w, numbers, c))
+        )
+        out[name] = jax.value_and_grad(loss, (0, 1))(heads, out_kernel)
     image, kernel = planted(15, (2, 6, 6, 4)), planted(16, (3, 3, 4, 8))
     config = conv_general_qt.ConvGeneralQtConfig(
         lhs_qtype="int8",

@@ -28,6 +28,7 @@ such as the heads of an attention's values, whose errors reach the loss by other
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -218,12 +219,10 @@ def _tile(spec: Spec, axes: Axes, padded) -> int:
     _, counts = spec.layout(padded)
     if any(counts[a] != padded[a] for a in (*axes.batch, *axes.kept)):
         return 0
-    *outer, last = axes.summed
-    if all(counts[a] == 1 for a in axes.summed):
-        return axes.extents(padded)[1]
-    if any(counts[a] != padded[a] for a in outer):
-        return 0
-    return padded[last] // counts[last]
+    cut = [i for i, a in enumerate(axes.summed) if counts[a] != padded[a]]
+    if cut and any(counts[a] != 1 for a in axes.summed[cut[0] + 1 :]):
+        return 0  # not a run of neighbours
+    return axes.extents(padded)[1] // math.prod(counts[a] for a in axes.summed)
 
 
 def _gathered(spread_scale, scales: Scales, spec, axes, padded, dtype) -> Scales:

@@ -176,7 +176,7 @@ class _Model:
         fmt = as_format(qtype)
         tile = tile or fmt.tile
         spec = Spec(fmt, ("kept",), {"summed": tile} if tile else {})
-        placed = site.c.number_axes(spec, site.side)
+        placed = site.c.number_axes(spec, site.side, site.shape)
         assert placed is not None
         stored = placed.transposed(back)
         stacked = len(site.layer)

@@ -60,7 +60,7 @@ def _tile_of_spec(spec: Any, shape: tuple, c: Contraction, side: str) -> tuple:
     if not spec.tiles:
         return ()
     try:
-        return _tile(*c.number_axes(spec, side).layout(shape))
+        return _tile(*c.number_axes(spec, side, shape).layout(shape))
     except ValueError:  # the backward has no such axis, and training will say so
         return tuple(spec.tiles.values())
 

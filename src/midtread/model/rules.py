@@ -73,9 +73,10 @@ class QuantizationRule:
             "ragged_dot", "ragged_dot_general", "take"); empty means all but "take".
         weight_qtype: the format of weights; None leaves them in float.
         act_qtype: the format of activations; None leaves them in float.
-        tile_size: how many neighbours along the summed axis share a scale. A float is a
-            fraction of the axis, and a mapping {axis: size} tiles those axes. None means
-            that the whole axis shares one.
+        tile_size: how many neighbours along the sum share a scale. A sum over several
+            axes counts as one: 128 on [heads, 64, out] is two heads. A float is a fraction
+            of the sum, and a mapping {axis: size} tiles those axes. None means that the
+            whole sum shares one.
         act_static_scale: whether activations have one scale that was found beforehand,
             instead of one that each call finds. True means the mean range of all batches,
             and so does "mean"; "max", "ema,0.99" and "percentile,99" are others.
@@ -133,8 +134,9 @@ class QuantizationRule:
         return re.fullmatch(self.module_path, path) is not None
 
     @functools.cached_property
-    def _recipes(self) -> dict[tuple[bool, bool], Recipe]:
-        """The answers of `recipe_of` so far: (lhs is a weight, rhs is one) -> Recipe."""
+    def _recipes(self) -> dict[tuple[Any, ...], Recipe]:
+        """The answers of `recipe_of` so far: (lhs is a weight, rhs is one, and the facts of
+        `Step`) -> Recipe."""
         return {}
 
 
@@ -254,20 +256,22 @@ class Choice:
     calibration_method: str = "absmax"
     disable_channelwise_axes: bool = False
 
-    def spec(self, tile: Any, **fields: Any) -> Spec | None:
-        """Returns the Spec it asks for, with tiles along the sum; None for float."""
+    def spec(self, tile: Any, axis: str, **fields: Any) -> Spec | None:
+        """Returns the Spec it asks for, with tiles along an axis; None for float."""
         if self.qtype is None:
             return None
         fmt = as_format(self.qtype)
         kept = () if self.disable_channelwise_axes else ("kept",)
-        return Spec(fmt, kept, _tiles(fmt, tile), self.calibration_method, **fields)
+        return Spec(
+            fmt, kept, _tiles(fmt, tile, axis), self.calibration_method, **fields
+        )
 
 
-def _tiles(fmt: Any, tile: Any) -> dict:
+def _tiles(fmt: Any, tile: Any, axis: str) -> dict:
     """Turns a tile size into a Spec's tiled_axes. A format that comes in tiles has its own."""
-    own = {"summed": fmt.tile} if fmt.tile else {}
+    own = {axis: fmt.tile} if fmt.tile else {}
     is_whole = isinstance(tile, float) and tile == 1.0  # the whole axis is one tile
-    asked = dict(tile) if isinstance(tile, Mapping) else {"summed": tile}
+    asked = dict(tile) if isinstance(tile, Mapping) else {axis: tile}
     asked = {} if tile is None or is_whole else asked
     if own and asked not in ({}, own):
         raise ValueError(
@@ -285,8 +289,13 @@ class Step:
     the other operand of the forward ("residual"). A residual is the forward's own codes,
     unless `use_original_residuals` asks for the float operand. Codes that are tiled along
     the forward's sum cannot be used along the backward's: then the operand is quantized
-    again, along the backward's own sum. (Qwix multiplies floats there.)
+    again, along the backward's own sum.
+
+    Two facts are of the class, because Qwix's meaning of them differs (interop/qwix).
     """
+
+    tiled_sum: ClassVar[str] = "summed"  # what a tile size is a part of
+    quantizes_tiles_again: ClassVar[bool] = True  # or the backward takes float operands
 
     lhs: Choice = Choice()
     rhs: Choice = Choice()
@@ -316,7 +325,9 @@ class Step:
 
     def recipe(self) -> Recipe:
         """Returns the six Specs of the step."""
-        lhs, rhs = self.lhs.spec(self.tile_size), self.rhs.spec(self.tile_size)
+        lhs, rhs = (
+            x.spec(self.tile_size, self.tiled_sum) for x in (self.lhs, self.rhs)
+        )
         return Recipe(
             fwd=Fwd(lhs, rhs),
             dlhs=Dlhs(self._gradient("dlhs", rhs), self._residual("dlhs", rhs)),
@@ -328,7 +339,8 @@ class Step:
     def _gradient(self, matmul: str, forward: Spec | None) -> Spec | None:
         choice: Choice = getattr(self, f"{matmul}_grad")
         tile = self._backward_tile(matmul, forward)
-        return choice.spec(tile, rounding=self.rounding, noise_axes=self.noise_axes)
+        noise = {"rounding": self.rounding, "noise_axes": self.noise_axes}
+        return choice.spec(tile, self.tiled_sum, **noise)
 
     def _residual(self, matmul: str, forward: Spec | None) -> Slot:
         choice: Choice = getattr(self, f"{matmul}_residual")
@@ -337,16 +349,21 @@ class Step:
         if not (self.use_original_residuals or is_tiled or is_fresh):
             return REUSE
         is_low = getattr(self, f"{matmul}_grad").qtype is not None
-        if choice.qtype is None and is_tiled and is_low:
+        if choice.qtype is None and is_tiled and is_low and not self._wants_floats:
             choice = dataclasses.replace(choice, qtype=forward.format)
-        return choice.spec(self._backward_tile(matmul, forward))
+        return choice.spec(self._backward_tile(matmul, forward), self.tiled_sum)
+
+    @property
+    def _wants_floats(self) -> bool:
+        """Whether the backward of a tiled operand takes it in float."""
+        return self.use_original_residuals or not self.quantizes_tiles_again
 
     def _backward_tile(self, matmul: str, forward: Spec | None) -> Any:
         """Returns the tile of a backward sum: its own, or else the forward's."""
         own = getattr(self, f"{matmul}_tile_size")
-        if own or forward is None or self.use_original_residuals:
+        if own or forward is None or self._wants_floats:
             return own
-        return next((t for axis, t in forward.tiled_axes if axis == "summed"), None)
+        return forward.tiles.get(self.tiled_sum)
 
 
 def _parts() -> dict[str, tuple[str, str | None]]:
@@ -398,9 +415,10 @@ def recipe_of(
             rotation or with sparsity meets a weight on the left.
     """
     roles = bool(lhs_is_weight), bool(rhs_is_weight)
-    if roles not in rule._recipes:
-        rule._recipes[roles] = _recipe_of(rule, *roles)
-    return rule._recipes[roles]
+    key = (*roles, Step.tiled_sum, Step.quantizes_tiles_again)
+    if key not in rule._recipes:
+        rule._recipes[key] = _recipe_of(rule, *roles)
+    return rule._recipes[key]
 
 
 def _recipe_of(rule: Any, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:

@@ -16,14 +16,16 @@ so for an array [4096, 14336]:
 
 An extent that its tile does not divide is padded with zeros to whole tiles.
 
-In a Recipe an axis has no number yet; there "kept" stands for every axis the matmul
-keeps and "summed" for the last one it sums ("summed_first" for the first). "group" is the
-axis of experts, which has one scale per index or one for all.
-`Contraction.number_axes` replaces these names by numbers.
+In a Recipe an axis has no number yet; there "kept" stands for every axis the matmul keeps
+and "summed" for the whole of its sum: where it sums several axes ([heads, width, out]), a
+tile is a run of neighbours in all of them, seen as one axis (`place_tile`). "summed_last"
+and "summed_first" are one of them alone. "group" is the axis of experts, which has one scale
+per index or one for all. `Contraction.number_axes` replaces these names by numbers.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import ROUNDINGS
 from midtread.numerics.scales import SCALE_RULES
 
-SYMBOLS = ("kept", "summed", "summed_first", "group")
+SYMBOLS = ("kept", "summed", "summed_last", "summed_first", "group")
 _SMALL_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 
@@ -190,6 +192,48 @@ class Spec:
             counts.append(count)
             padded.append(count * tile if axis in tiles else extent)
         return tuple(padded), tuple(counts)
+
+
+def place_tile(
+    tile: float, axes: Sequence[int], shape: Sequence[int], is_exact: bool
+) -> tuple[dict[int, float], list[int]]:
+    """Divides a tile of several axes, seen as one, among them.
+
+    A tile is a run of at most so many neighbours that ends where an axis ends: a part of the
+    last axis, or all of it for as many indices of the axes before as fit and divide them.
+
+    >>> place_tile(128, [0, 1], (8, 256, 10), False), place_tile(128, [0, 1], (8, 64, 10), False)
+    (({1: 128}, [0]), ({0: 2}, []))
+    >>> place_tile(128, [0, 1], (12, 96, 10), False), place_tile(128, [0], (96, 10), False)
+    (({}, [0]), ({0: 128}, []))
+
+    Args:
+        tile: a number of neighbours; a float is a fraction of them all.
+        axes: their numbers, the innermost one last. One axis has the tile as it is.
+        shape: the shape of the array.
+        is_exact: whether no smaller tile will do, as in an MX format: then it is one of the
+            last axis, which is padded to it.
+
+    Returns:
+        (the Spec's tiled_axes, axes to add to its channelwise_axes)
+    """
+    *outer, last = axes
+    if not outer or is_exact:
+        return {last: tile}, outer
+    if isinstance(tile, float):
+        tile = max(1, round(tile * math.prod(shape[a] for a in axes)))
+    tiles, each = ({last: tile} if tile < shape[last] else {}), []
+    left = tile // shape[last]  # indices of the axes before that fit
+    for axis in reversed(outer):
+        extent = shape[axis]
+        fitting = range(1, max(1, min(left, extent)) + 1)
+        span = max(n for n in fitting if extent % n == 0)
+        if span == 1:
+            each.append(axis)
+        elif span < extent:
+            tiles[axis] = span
+        left = left // extent if span == extent else 1
+    return tiles, each
 
 
 def _axis(axis: int | str, shape: tuple[int, ...]) -> int:

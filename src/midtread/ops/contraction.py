@@ -18,15 +18,17 @@ operand, so the family is closed under `dlhs` and `drhs`:
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.numerics.spec import Spec
+from midtread.numerics.spec import Spec, place_tile
 
 Labels = tuple[str, ...]
+Shape = Sequence[int]
 META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sharding", "stored")  # fmt: skip
 
 
@@ -34,8 +36,9 @@ META = ("lhs", "rhs", "out", "tiled", "stuck", "precision", "preferred", "out_sh
 class Contraction:
     """The labels of a contraction, and how the caller wants it run.
 
-    `tiled` is the summed label that a tile size applies to, for lhs and for rhs. `stored` are
-    the sides whose codes existed before, so that their layout in memory cannot be chosen.
+    `tiled` is the last summed label, for lhs and for rhs; None where a tile size has none.
+    `stored` are the sides whose codes existed before, so that their layout in memory cannot be
+    chosen.
     """
 
     lhs: Labels
@@ -68,19 +71,30 @@ class Contraction:
         """Returns the labels along which this operand's scale can move to the output."""
         return _kept(getattr(self, side), self.out, self.stuck)
 
-    def number_axes(self, spec: Spec | None, side: str) -> Spec | None:
-        """Replaces "kept", "summed" and "group" in `spec` by axis numbers of this side."""
+    def number_axes(self, spec: Spec | None, side: str, shape: Shape) -> Spec | None:
+        """Replaces the names of axes in `spec` by axis numbers of this side.
+
+        Args:
+            spec: a Spec with names of axes, numbers, or both; None stays None.
+            side: "lhs" or "rhs".
+            shape: that of the operand. Tiles of a sum over several axes depend on it.
+        """
         if spec is None:
             return None
         labels, kept = self.labels(side), self.kept(side)
-        tiles = {}
+        tiles, channelwise = {}, []
         for axis, tile in spec.tiled_axes:
-            if isinstance(axis, str):
-                axis = labels.index(self._tiled_label(axis, side, spec))
-            tiles[axis] = tile
+            if not isinstance(axis, str):
+                tiles[axis] = tile
+                continue
+            axes = [labels.index(x) for x in self._tiled_labels(axis, side, spec)]
+            own, each = place_tile(tile, axes, shape, bool(spec.format.tile))
+            tiles |= own
+            channelwise += each
         self._check_tiles(spec, tiles, labels)
         # A tile of the last kept axis leaves the others (batch, experts) one scale each.
-        channelwise = [labels.index(x) for x in kept] if "kept" in spec.tiles else []
+        if "kept" in spec.tiles:
+            channelwise += [labels.index(x) for x in kept]
         for axis in spec.channelwise_axes:
             if axis == "kept":
                 channelwise += [labels.index(x) for x in kept]
@@ -93,20 +107,23 @@ class Contraction:
         kinds = tuple(map(type, tiles.values()))
         return _with_axes(spec, channelwise, tuple(tiles.items()), kinds)
 
-    def _tiled_label(self, axis: str, side: str, spec: Spec) -> str:
+    def _tiled_labels(self, axis: str, side: str, spec: Spec) -> list[str]:
+        """The labels that a tile spans, the innermost one last."""
+        last = self.tiled[side == "rhs"] if self.can_tile else None
+        candidates: list[str] = [] if last is None else [last]
         if axis == "kept":
             candidates = list(self.kept(side))[-1:]
         elif axis == "summed_first":
             candidates = list(self.summed[:1])  # the same one on both sides
-        else:
-            candidates = [self.tiled[side == "rhs"]] if self.can_tile else []
-        if not candidates or candidates[0] is None:
+        elif axis == "summed" and last in self.looped:
+            candidates = [x for x in self.rhs if x in self.looped]
+        if not candidates:
             raise ValueError(
                 f"{self.name} has no {axis!r} axis to tile on its {side}, but {spec.format.name} "
                 f"asks for tiles {spec.tiles}. Drop the tile size for one scale per output "
                 "channel, or limit the rule with op_names=('dot_general', 'einsum')."
             )
-        return candidates[0]
+        return candidates
 
     def _check_tiles(self, spec, tiles, labels) -> None:
         for axis in tiles:

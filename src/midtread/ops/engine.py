@@ -218,7 +218,8 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
                         f"Contracting axes must be tiled with the same tile size: {c.name} "
                         f"meets tiles of {extent // count} and of {extent // counts[label]}."
                     )
-    if counts and math.prod(extents[x] // n for x, n in counts.items()) < MIN_TILE:
+    terms = math.prod(map(extents.__getitem__, c.summed))
+    if counts and terms // math.prod(counts.values()) < MIN_TILE:
         return None
     return counts | _overflow_tiles(c, counts, extents, lhs, rhs)
 

@@ -10,6 +10,7 @@ calibration clips; a look-up's backward adds rows up, there is no matmul in it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +21,30 @@ from midtread.numerics.qarray import (
     dequantize,
     quantize_to_range,
 )
-from midtread.numerics.spec import Spec
+from midtread.numerics.spec import Spec, place_tile
 from midtread.ops.training import is_inside
 
 
-def number_table_axes(spec: Spec, ndim: int, axis: int) -> Spec:
-    """Puts axis numbers into `spec`, for a table of `ndim` axes looked up along `axis`.
+def number_table_axes(spec: Spec, shape: Sequence[int], axis: int) -> Spec:
+    """Puts axis numbers into `spec`, for a table of this shape looked up along `axis`.
 
-    "kept" is the axis that is looked up, and "summed" the last of the row's axes.
+    "kept" is the axis that is looked up, and "summed" are the row's axes.
 
-    >>> number_table_axes(Spec("int4", ("kept",), {"summed": 32}), ndim=2, axis=0).tiles
+    >>> number_table_axes(Spec("int4", ("kept",), {"summed": 32}), (100, 64), axis=0).tiles
     {1: 32}
     """
-    row = [a for a in range(ndim) if a != axis]
-    numbers = {"kept": [axis], "summed": row[-1:], "summed_first": row[:1]}
+    row = [a for a in range(len(shape)) if a != axis]
+    numbers = {
+        "kept": [axis], "summed": row, "summed_last": row[-1:], "summed_first": row[:1]
+    }  # fmt: skip
     of = lambda a: numbers[a] if isinstance(a, str) else [a]
-    tiles = {n: tile for a, tile in spec.tiled_axes for n in of(a)}
-    channelwise = [n for a in spec.channelwise_axes for n in of(a) if n not in tiles]
-    return dataclasses.replace(
-        spec, channelwise_axes=tuple(channelwise), tiled_axes=tiles
-    )
+    tiles, channelwise = {}, [n for a in spec.channelwise_axes for n in of(a)]
+    for name, tile in spec.tiled_axes:
+        own, each = place_tile(tile, of(name), shape, bool(spec.format.tile))
+        tiles |= own
+        channelwise += each
+    channelwise = tuple(a for a in dict.fromkeys(channelwise) if a not in tiles)
+    return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
 
 
 def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:

@@ -115,7 +115,10 @@ class _Residual(NamedTuple):
 @untouched
 def _forward(static, c, lhs, rhs, ranges, key, learns=True):
     recipe = static.recipe
-    specs = c.number_axes(recipe.fwd.lhs, "lhs"), c.number_axes(recipe.fwd.rhs, "rhs")
+    specs = (
+        c.number_axes(recipe.fwd.lhs, "lhs", lhs.shape),
+        c.number_axes(recipe.fwd.rhs, "rhs", rhs.shape),
+    )
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
     operands, kept = [], []
     for name, x, spec, range_, slot in zip(
@@ -157,7 +160,7 @@ def _also_for_backward(c, static: _Static, side: str, x: jax.Array, spec: Spec):
     back, slot = (
         (c.drhs, recipe.drhs.lhs) if side == "lhs" else (c.dlhs, recipe.dlhs.rhs)
     )
-    again = back.number_axes(slot, side)
+    again = back.number_axes(slot, side, x.shape)
     if again == spec or (side == "lhs" and recipe.drhs.hadamard):
         return None
     summed = _summed_axes(c, side), _summed_axes(back, side)
@@ -233,7 +236,7 @@ def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
         out_sharding=_explicit_sharding(mine.value),
         stored=(),
     )
-    y, factor, spec = theirs.value, None, back.number_axes(gemm.g, side)
+    y, factor, spec = theirs.value, None, back.number_axes(gemm.g, side, g.shape)
     if side == "rhs" and gemm.hadamard and not isinstance(y, QArray):
         g, y = _rotate(back, gemm.hadamard, g, y, *noise)
     if spec is not None:
@@ -272,7 +275,8 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
     other = "rhs" if way.side == "lhs" else "lhs"
     slot, y = getattr(way.gemm, other), way.y
     if isinstance(slot, Spec) and is_float(y):
-        spec, summed = way.back.number_axes(slot, other), _summed_axes(way.back, other)
+        spec = way.back.number_axes(slot, other, y.shape)
+        summed = _summed_axes(way.back, other)
         y, _ = choose.quantize(
             y, spec, None, key, (site, other, way.side), summed=summed, env=env
         )

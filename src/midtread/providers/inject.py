@@ -96,7 +96,7 @@ class _Injected(nn.Module):
         return train(c, recipe, lhs, rhs, key=key, site="/".join(self.path))
 
     def _convert(self, c, rhs: jax.Array) -> QArray | jax.Array:
-        spec = c.number_axes(self.recipe.fwd.rhs, "rhs")
+        spec = c.number_axes(self.recipe.fwd.rhs, "rhs", rhs.shape)
         if self.recipe.sparsity is not None:
             rhs = self.recipe.sparsity.apply(rhs)
         if spec is None:

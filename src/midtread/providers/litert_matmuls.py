@@ -73,7 +73,7 @@ class Matmuls:
             channelwise_axes=("kept",),
             calibration=rule.act_calibration_method,
         )
-        return self._dynamic(x, c.number_axes(spec, side))
+        return self._dynamic(x, c.number_axes(spec, side, x.shape))
 
     def _channels(self, c, side: str) -> tuple[int, ...]:
         """The axes of a weight with a scale per index; a batch axis rules them out."""

@@ -153,7 +153,9 @@ class PtqProvider(QuantizationProvider):
         if spec is not None:
             self._note_met(rule, _is_box(a) or place is not None)
         if place is not None:
-            made = self._quantize_param(place, a, number_table_axes(spec, a.ndim, axis))
+            made = self._quantize_param(
+                place, a, number_table_axes(spec, a.shape, axis)
+            )
             a = a if made is None else made
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
@@ -172,12 +174,13 @@ class PtqProvider(QuantizationProvider):
             if spec is None:
                 continue
             if params[side] is not None:
-                made = self._quantize_param(params[side], x, c.number_axes(spec, side))
-                sides[side] = x if made is None else made
+                placed = c.number_axes(spec, side, x.shape)
+                codes = self._quantize_param(params[side], x, placed)
+                sides[side] = x if codes is None else codes
             elif _is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
-                    placed = c.number_axes(spec, side)
+                    placed = c.number_axes(spec, side, x.shape)
                     ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
         recipe = Recipe(Fwd(**specs, accumulate=asked.accumulate), mask_clipped=False)
         if all(isinstance(x, QArray) for x in sides.values()):

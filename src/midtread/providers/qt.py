@@ -113,7 +113,7 @@ class QtProvider(QuantizationProvider):
         if spec is None or not is_table or out is not None:
             return jnp.take(a, indices, axis, out, **options)
         axis = axis % a.ndim
-        spec = number_table_axes(spec, a.ndim, axis)
+        spec = number_table_axes(spec, a.shape, axis)
         return learn_look_up(a, spec, indices, axis, **options)
 
     def _keeps_ranges(self, rule: QtRule) -> bool:
@@ -125,7 +125,7 @@ class QtProvider(QuantizationProvider):
         if weight:
             return None
         module, name = intercept.current_module(), f"{op_id}_{side}"
-        spec = c.number_axes(spec, side)
+        spec = c.number_axes(spec, side, x.shape)
         axes = tuple(a % x.ndim for a in rule.act_batch_axes)
         seen = calibrate(jax.lax.stop_gradient(x), spec)
         over_batches = statistic(rule.act_static_scale)

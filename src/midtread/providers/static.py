@@ -60,7 +60,7 @@ class StaticProvider(QtProvider):
         return True
 
     def _range(self, rule, op_id, c, side, spec, x, weight) -> Any:
-        spec, module = c.number_axes(spec, side), intercept.current_module()
+        module, spec = intercept.current_module(), c.number_axes(spec, side, x.shape)
         if not weight:
             return self._noted(f"{op_id}_{side}", spec, x, (0,), None)
         axes = turn_of(module, weight, x)

@@ -116,11 +116,11 @@ def ragged_dot_general(
 
 
 def _how(c: Contraction, for_lhs: bool, tile_size: Any, fields: dict) -> HowToQuantize:
-    tiles = tile_size if isinstance(tile_size, dict) else {"summed": tile_size}
+    tiles = tile_size if isinstance(tile_size, dict) else {"summed_last": tile_size}
     tiles = tiles if tile_size else {}
     method = fields.get("calibration_method", "absmax")
     spec = Spec(fields["qtype"], ("kept",), tiles, method)
-    return how_of(c.number_axes(spec, "lhs" if for_lhs else "rhs"), **fields)
+    return how_of(c.number_axes(spec, "lhs" if for_lhs else "rhs", ()), **fields)
 
 
 def how_in_dot_general(
@@ -289,7 +289,17 @@ class QtConfig:
     noise_axes: tuple[int, ...] = (0,)
 
     def recipe(self) -> Recipe:
-        return Step().changed({name: getattr(self, name) for name in PARTS}).recipe()
+        return (
+            QwixStep().changed({name: getattr(self, name) for name in PARTS}).recipe()
+        )
+
+
+class QwixStep(Step):
+    """A step as Qwix has it: tiles are those of the last summed axis, the others sharing a
+    scale, and the backward of a tiled operand takes it in float."""
+
+    tiled_sum = "summed_last"
+    quantizes_tiles_again = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,7 +315,9 @@ class _Collecting(QtConfig):
         seen = [
             None
             if collect is None or spec is None or not is_wide(x.dtype)
-            else collect(calibrate(jax.lax.stop_gradient(x), c.number_axes(spec, side)))
+            else collect(
+                calibrate(jax.lax.stop_gradient(x), c.number_axes(spec, side, x.shape))
+            )
             for collect, spec, x, side in (
                 (self.lhs_collect_quant_stat, recipe.fwd.lhs, lhs, "lhs"),
                 (self.rhs_collect_quant_stat, recipe.fwd.rhs, rhs, "rhs"),

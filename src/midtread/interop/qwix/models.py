@@ -21,11 +21,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from midtread.interop.qwix.arrays import HowToQuantize
+from midtread.interop.qwix.matmuls import QwixStep
 from midtread.model import flaxlib, intercept, running, weights
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model
-from midtread.model.rules import QtRule, recipe_of
+from midtread.model.rules import QtRule, Step, recipe_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
 from midtread.ops.context import here
@@ -194,6 +195,9 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
     (QuantizationProvider, "process_model_inputs", process_model_inputs,
      QuantizationProvider.process_model_inputs),
     (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
+    (Step, "tiled_sum", QwixStep.tiled_sum, Step.tiled_sum),
+    (Step, "quantizes_tiles_again", QwixStep.quantizes_tiles_again,
+     Step.quantizes_tiles_again),
     (PtqProvider, "_place", place, _place),
     (PtqProvider, "_viewed", viewed, PtqProvider._viewed),
     (PtqProvider, "_note_computed", note_computed, _note_computed),

@@ -178,7 +178,11 @@ def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
     if min(m, n) < hopper_tiled.CTA[0]:
         return Refusal(f"{m}x{k}x{n} is smaller than a block")
     left, right, summed, _ = _sides(a)
-    if set(a.tiles) != {summed[-1]} or k % TILE or m % TILE or n % TILE:
+    *outer, last = summed
+    is_run = last in a.tiles and all(
+        a.tiles.get(x, 1) in (1, a.extents[x]) for x in outer
+    )
+    if not is_run or k % TILE or m % TILE or n % TILE:
         return Refusal(
             f"its tiles {a.tiles} are not {TILE} neighbours of the last summed axis"
         )
