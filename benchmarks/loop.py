@@ -205,6 +205,6 @@ def draw(curves: Mapping[str, Sequence[dict]], path: pathlib.Path) -> None:
     try:
         from midtread.report import plot
 
-        path.write_text(plot.svg(lines))
+        path.write_text(plot.loss(lines))
     except ImportError:
         print("no matplotlib: no picture")

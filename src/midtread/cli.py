@@ -173,23 +173,16 @@ def _report_tflite(file: str) -> None:
 def _report_runs(words: Sequence[str]) -> None:
     import pathlib
 
-    from midtread.lm import compare, settings
     from midtread.lm import eval as evals
-    from midtread.report import html, run
+    from midtread.lm import settings
+    from midtread.report import run
     from midtread.report.terminal import Terminal
 
     checkpoints = settings.load_checkpoints(words)
-    judged = evals.evaluate(checkpoints)
-    section = html.Section(
-        "Held out",
-        "Loss in nats per token, on text that no run was trained on.",
-        columns=evals.COLUMNS,
-        rows=tuple(map(tuple, evals.rows(judged))),
-    )
-    folders = [pathlib.Path(path) for path, _ in checkpoints]
-    place = folders[0] if len(folders) == 1 else folders[0].parent
-    parts = [p for path, config in checkpoints for p in compare.sections(path, config)]
-    page = run.of_runs(folders, place / "report.html", (section, *parts))
+    _keep_compiled(checkpoints[0][1].jax_cache_dir)
+    first = pathlib.Path(checkpoints[0][0])
+    place = first if len(checkpoints) == 1 else first.parent
+    page = run.write(evals.reported(checkpoints), place / "report.html")
     Terminal().say(f"report: {page}")
 
 

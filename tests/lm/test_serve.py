@@ -213,7 +213,11 @@ def test_eval_generate_report_and_quantize_from_the_command_line(run, capsys):
     assert "def f" in text and "---\nclass" in text and "tokens/s" in text
     assert cli.main(["report", run, quantized]) == 0
     page = (pathlib.Path(run).parent / "report.html").read_text()
-    assert "<svg" in page and "a-int4w" in page
+    assert page.count("<svg") == 2 and "a-int4w" in page  # loss, and bytes
+    texts = re.findall(r"<h3>(.*?)</h3><pre>(import .*?)</pre>", page, re.DOTALL)
+    assert [name for name, _ in texts] == ["a", "a-int4w"]
+    assert re.search(r"<td>quantization</td>.*<td[^>]*>int4w</td>", page)
+    assert page.count("held-out loss</th>") == 1 and "<details" in page
     assert "Every weight was rounded to nearest" in page
     assert cli.main(["report", "nowhere.tflite"]) == 2
     assert "no such file: nowhere.tflite" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """A page about runs, whole, killed or called alike."""
 
 import json
+import re
 
 import pytest
 
@@ -28,8 +29,42 @@ def test_a_line_cut_short_by_a_kill_is_not_one(folders):
 
 
 def test_runs_of_one_name_are_told_apart(folders, tmp_path):
-    page = run.of_runs(folders, tmp_path / "report.html").read_text()
+    page = run.write(run.read_runs(folders), tmp_path / "report.html").read_text()
     for folder, loss in zip(folders, ("2.5000", "1.5000")):
         assert f"<td>{folder}</td>" in page and loss in page
-    alone = run.of_runs(folders[:1], tmp_path / "report.html").read_text()
-    assert "<td>a</td>" in alone and "src=" not in alone
+    alone = run.write(run.read_runs(folders[:1]), tmp_path / "report.html").read_text()
+    assert "<td>a</td>" in alone and "src=" not in alone and "vs first" not in alone
+
+
+def test_a_run_has_one_held_out_loss(folders, tmp_path):
+    """That of the checkpoint as it is served, in place of the last one of the training."""
+    path = folders[0] / "metrics.jsonl"
+    path.write_text(
+        path.read_text() + json.dumps({**LINE, "step": 3, "eval_loss": 2.25})
+    )
+    (one,) = run.read_runs(folders[:1])
+    page = run.write([one], tmp_path / "report.html").read_text()
+    assert "2.2500" in page
+    served = one._replace(served=run.Served("int4w", 2.125, 1.0, 1234))
+    page = run.write([served], tmp_path / "report.html").read_text()
+    assert "2.1250" in page and "2.2500" not in page and "1,234" in page
+
+
+def test_what_differs_comes_first_and_configs_are_folded(folders, tmp_path):
+    for folder in folders:
+        (folder / "config.yml").write_text("steps: 3\n")
+    configs = {"quantization": "int8", "quant": [], "steps": 3}, {
+        "quantization": "", "quant": [], "steps": 3}  # fmt: skip
+    runs = [
+        r._replace(name=name, config=c, text=f"text of {name}")
+        for r, name, c in zip(run.read_runs(folders), ("int8", "bf16"), configs)
+    ]
+    page = run.write(runs, tmp_path / "report.html").read_text()
+    titles = re.findall(r"<h2>(.*?)</h2>|<summary>(.*?)</summary>", page)
+    assert [a or b for a, b in titles] == [
+        "Runs", "Differences", "Gap", "Loss", "Text", "Config of int8", "Config of bf16"
+    ]  # fmt: skip
+    table = page[page.index("Differences") : page.index("Gap")]
+    assert "quantization" in table and "steps" not in table
+    assert "minus that of bf16" in page  # the float run, though it is not the first
+    assert 'name="viewport"' in page and "<details open" not in page

@@ -8,6 +8,7 @@ first (or with that, every one) is predicted from those before it. Shorter windo
 higher numbers, so the window is stated with them.
 """
 
+import dataclasses
 import math
 import pathlib
 from typing import NamedTuple
@@ -15,10 +16,20 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from midtread.lm import checkpoint, convert, data, huggingface, step
+from midtread.lm import (
+    checkpoint,
+    compare,
+    convert,
+    data,
+    decode,
+    huggingface,
+    settings,
+    step,
+)
 from midtread.lm.config import Config, require
-from midtread.lm.tokenizer import digest_of
-from midtread.report.run import read
+from midtread.lm.generate import generate
+from midtread.lm.tokenizer import Tokenizer, digest_of
+from midtread.report.run import Run, Served, read, read_runs
 
 
 class Judged(NamedTuple):
@@ -95,6 +106,36 @@ def _to_target(path: str, target: float) -> dict:
         if line.get("eval_loss", math.inf) <= target:
             return {"steps_to_target": line["step"] + 1, "seconds_to_target": seconds}
     return {}
+
+
+# What a text depends on besides the weights.
+ASKED = ("prompt", "use_chat_template", "max_new_tokens", "temperature", "top_k", "top_p",
+         "stop", "seed")  # fmt: skip
+
+
+def reported(checkpoints: list[tuple[str, Config]]) -> list[Run]:
+    """Returns all that a report says of checkpoints: their runs, what they lose, and what each
+    writes after the first one's prompt, chosen from the same random numbers."""
+    runs = read_runs([pathlib.Path(path) for path, _ in checkpoints])
+    first = checkpoints[0][1]
+    codec = None if first.dataset_type == "synthetic" else data.tokenizer(first)
+    out = []
+    for run, (path, config), x in zip(runs, checkpoints, evaluate(checkpoints)):
+        served = Served(x.quantization, x.loss, x.bits_per_byte, x.weight_bytes)
+        text = run.text if codec is None else _text(path, config, codec, first)
+        asked = pathlib.Path(path) / "config.yml"  # as the run was, not as it is served
+        was = settings.load([str(asked)]) if asked.is_file() else config
+        run = run._replace(config=settings.plain(was), served=served, text=text)
+        out.append(run._replace(parts=tuple(compare.sections(path, config))))
+    return out
+
+
+def _text(path: str, config: Config, codec: Tokenizer, first: Config) -> str:
+    """Returns what a checkpoint writes after the first one's prompt, as that one asks."""
+    model = convert.load(config, path)
+    model = model if config.mesh else decode.unstack(model)
+    asked = {name: getattr(first, name) for name in ASKED}
+    return generate(model, codec, dataclasses.replace(config, **asked)).texts[0]
 
 
 COLUMNS = (

@@ -236,10 +236,10 @@ def save(config: Config, path: pathlib.Path) -> None:
     """Writes every key and value to a file that `load` takes."""
     import yaml
 
-    path.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+    path.write_text(yaml.safe_dump(plain(config), sort_keys=False))
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def plain(config: Config) -> dict[str, Any]:
     """Returns every key and value in types that YAML has."""
     values = {name: getattr(config, name) for name in keys()}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
@@ -249,7 +249,7 @@ def changed(config: Config) -> dict[str, Any]:
     """Returns the keys that differ from their defaults."""
     return {
         k: v
-        for k, v in _plain(config).items()
+        for k, v in plain(config).items()
         if getattr(config, k) != keys()[k].default
     }
 

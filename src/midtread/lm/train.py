@@ -264,7 +264,7 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
         terminal.sample(sample)
     from midtread.report import run as report
 
-    page = report.of_runs([folder], folder / "report.html")
+    page = report.write(report.read_runs([folder]), folder / "report.html")
     terminal.say(f"report: {page}")
     return Result(folder, eval_loss, config.steps, sample)
 

@@ -63,7 +63,8 @@ def sections(
     rows = tuple(_cells(row) for row in report.rows)
     last = str(report).partition("\n\n")[2]
     columns = ("weight", "format", "tokens", "error", "if rounded")
-    parts.append(Section(f"Weights of {name}", last, columns=columns, rows=rows))
+    title = f"Weights of {name}"
+    parts.append(Section(title, last, columns=columns, rows=rows, is_folded=True))
     for row in report.worst[:WORST]:
         bars = codes.get(row.name.partition("[")[0])
         picture = "" if bars is None else histogram(bars)
