@@ -143,7 +143,8 @@ def main(words: list[str]) -> None:
         try:
             calibrated = mt.calibrate(
                 floats, provider, batches, algorithms=algorithms,
-                loss=loss if options.weigh == "gradient" else None, options=options,
+                loss=loss if options.weigh in ("gradient", "both") else None,
+                options=options,
             )  # fmt: skip
         except (
             ValueError,

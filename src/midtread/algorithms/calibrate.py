@@ -64,6 +64,7 @@ from midtread.providers.ptq import PtqProvider
 BEFORE = ("correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("learn",)
+BY_GRADIENT = ("gradient", "both")  # values of `weigh`
 ROWS = 64  # rows for every input are enough for moments of sums over tokens
 
 
@@ -88,7 +89,8 @@ class CalibrationOptions:
     Args:
         weigh: "attention", inputs as the next layer sees them where that is known: for
             values, summed as attention does (reach.py), and all tokens the same elsewhere;
-            "gradient", tokens by what reaches the loss; "none", all the same everywhere.
+            "gradient", tokens by what reaches the loss; "both", values as the next layer
+            sees them and all else by gradient; "none", all the same everywhere.
             None: "gradient" where `calibrate` is given a loss, "attention" where it is not.
         runs: into how many runs of outputs a layer is cut, each with weights and second
             moments of its own (the heads of values, say); a layer whose outputs it does
@@ -115,7 +117,7 @@ class CalibrationOptions:
 
     def __post_init__(self):
         for name, known in (
-            ("weigh", (None, "attention", "gradient", "none")),
+            ("weigh", (None, "attention", "gradient", "both", "none")),
             ("inputs", ("quantized", "float")),
         ):
             if getattr(self, name) not in known:
@@ -202,7 +204,7 @@ def calibrate(
         program, floats, boxes, chosen, batches, before, rounding, after, options
     )
     kept = Kept(folder, work, algorithms, loss)
-    if work.needs_moments and options.weigh == "gradient" and not kept.is_whole:
+    if work.needs_moments and options.weigh in BY_GRADIENT and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
     solved = work.run(kept, say)
     for path, arrays in solved.items():
@@ -246,7 +248,7 @@ def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str, tuple[str, .
 def _weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
     """Options that say how inputs are weighed; a loss or targets for nothing are refused."""
     weigh = options.weigh or ("attention" if loss is None else "gradient")
-    if loss is not None and weigh != "gradient":
+    if loss is not None and weigh not in BY_GRADIENT:
         raise ValueError(
             f"a loss weighs tokens by its gradients, but weigh={weigh!r} takes none: leave "
             "out the loss, or write CalibrationOptions(weigh='gradient')."
@@ -373,7 +375,7 @@ class _Work:
             eqns[mark["weight"]].outvars[0]: n for n, mark in enumerate(program.marks)
         }
         self.ways: dict[int, reach.Way] = {}
-        if options.weigh == "attention" and self.needs_moments:
+        if options.weigh in ("attention", "both") and self.needs_moments:
             ways = {n: reach.way_of(program, n) for n in chosen}
             self.ways = {n: way for n, way in ways.items() if way is not None}
         self._operands: dict[tuple[int, bool], jax.Array] = {}  # of one stage
@@ -633,9 +635,8 @@ class _Work:
         rows = tuple(self.rows[n] for n in sorted(self.rows))
         weighed = "tokens by gradient" if self.weights else "all tokens the same"
         if self.ways:
-            weighed = (
-                f"{len(self.ways)} weights by what attention makes of their inputs"
-            )
+            seen = f"{len(self.ways)} weights by what attention makes of their inputs"
+            weighed = f"{seen}, {weighed} elsewhere"
         return Report(
             rows, algorithms, self.options.inputs, weighed, seconds, self.distances
         )

@@ -64,8 +64,9 @@ def compare(path: str, config: Config, model: nnx.Module) -> Compared | None:
         batches = data.held_out(data.splits(config).held_out, config)
     sums = [_sums(model, floats, batch) for batch in batches]
     float_loss, loss, far, tokens = (float(sum(part)) for part in zip(*sums))
-    means = (x / tokens for x in (float_loss, loss, far))
-    return Compared(source, *means, int(tokens))
+    return Compared(
+        source, float_loss / tokens, loss / tokens, far / tokens, int(tokens)
+    )
 
 
 @nnx.jit
