@@ -24,12 +24,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 
 TOLERANCE = 4e-3  # one rounding to bfloat16 is 2^-8 = 3.9e-3 of a value at most
 WEIGHTS = [("int8", None), ("int4", 32), ("nf4", 64), ("e4m3", 128)]
+# with zero points, floats of 4 bits, and what Hopper alone reads in few rows
+WEIGHTS += [("uint4", 64), ("mxfp4", 32), ("nvfp4", 16)]
+NARROW = [("int2", 64), ("uint2", 32)]
 K, N = 256, 256
 
 
 def operands(name, tile, rows):
     tiles = {0: tile} if tile else {}
-    w = mt.quantize(random(1, K, N), name, channelwise_axes=[1], tiled_axes=tiles)
+    method = "minmax" if name.startswith("uint") else "absmax"
+    w = mt.quantize(
+        random(1, K, N), name, channelwise_axes=[1], tiled_axes=tiles, calibration_method=method
+    )  # fmt: skip
     x = random(2, 130, K)[:rows]
     # a scale is rounded to w's dtype when it is made, so these are the operands themselves
     values = mt.dequantize(w, jnp.float32)
@@ -53,13 +59,14 @@ def test_as_the_library_chooses(name, tile, rows):
 
 @needs_interpreter
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize(("name", "tile"), WEIGHTS)
+@pytest.mark.parametrize(("name", "tile"), WEIGHTS + NARROW)
 def test_few_rows_on_hopper(name, tile, rows):
     x, w, want = operands(name, tile, rows)
     blocks = DecodeBlocks(k=64, stages=2, wide=2, deep=2)
     scales = (w.scale, None) if tile else (None, w.scale[0])
+    zeros = None if w.zero_point is None else as_bytes(w.zero_point)
     out = decode_matmul(
-        x, as_bytes(w.qvalue), *scales, fmt=w.format, blocks=blocks,
+        x, as_bytes(w.qvalue), *scales, zeros, fmt=w.format, blocks=blocks,
         dtype=jnp.bfloat16, interpret=True,
     )  # fmt: skip
     assert error_of_rows(out, want) < TOLERANCE
@@ -73,8 +80,9 @@ def test_many_rows_on_hopper(name, tile, rows, monkeypatch):
     x, w, want = operands(name, tile, rows)
     blocks = prefill.PrefillBlocks(rows=64, k=128, stages=2)
     scale = w.scale if tile else w.scale.astype(jnp.float32)
+    zeros = None if w.zero_point is None else as_bytes(w.zero_point)
     out = prefill_matmul(
-        x, as_bytes(w.qvalue), scale, fmt=w.format, blocks=blocks,
+        x, as_bytes(w.qvalue), scale, None, zeros, fmt=w.format, blocks=blocks,
         dtype=jnp.bfloat16, interpret=True,
     )  # fmt: skip
     assert error_of_rows(out, want) < TOLERANCE

@@ -43,7 +43,7 @@ WEIGHTS = {
     "float16": (matmul(floats(8, 512, dtype=jnp.float16), int4), "triton", "triton", "cpu"),
     "float32": (matmul(floats(8, 512, dtype=jnp.float32), int4), None, None, "cpu"),
     "a tied head": (matmul(floats(8, 512), head, NK), "triton", "triton", "cpu"),
-    "int2": (matmul(floats(8, 512), coded("int2", (512, 768), (1,))), "triton", "triton", "cpu"),
+    "int2": (matmul(floats(8, 512), coded("int2", (512, 768), (1,))), "hopper_decode", "triton", "cpu"),
     "float6": (matmul(floats(8, 512), coded("fp6", (512, 768), (1,))), None, None, None),
     "a narrow one": (matmul(floats(8, 512), coded("int8", (512, 96), (1,))), "triton", "triton", None),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midtread.kernels.hopper import decoding
-from midtread.numerics.formats import as_format
+from midtread.numerics.formats import as_format, dtype_bits
 
 MASK = (1 << 32) - 1
 
@@ -60,6 +60,7 @@ INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b & MASK,
+    "mul.lo.u32": lambda a, b: a * b & MASK,
     "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
@@ -103,10 +104,23 @@ def terms(code, scales):
 
 
 ENDS = 1.05e12, 4.2e-25  # of the scales that slopes have room for
+FORMATS = ("int4", "int8", "e4m3", "e5m2", "nf4", "int3", "int6", "uint4", "uint8", "int2", "uint2", "mxfp4")  # fmt: skip
 CASES = [
-    *itertools.product(("int4", "int8", "e4m3", "e5m2", "nf4", "int3", "int6"), [None]),
-    *itertools.product(("int4", "int8"), [(0.0107, 3.3), ENDS]),
+    *itertools.product(FORMATS, [None]),
+    *itertools.product(("int4", "int8", "mxfp4", "int2"), [(0.0107, 3.3), ENDS]),
 ]
+
+
+def by_codes(row, fmt):
+    """What the codes of a row of bytes stand for, in order of memory."""
+    bits = dtype_bits(fmt.dtype)
+    if fmt.table is not None:
+        return np.asarray(fmt.table, np.float32)[np.stack([row & 15, row >> 4], 1)].ravel()  # fmt: skip
+    if bits == 8:
+        return row.view(fmt.dtype).astype(np.float32)
+    parts = np.stack([row >> at & (1 << bits) - 1 for at in range(0, 8, bits)], 1)
+    narrow = parts.astype(np.uint8).view(np.int8).ravel()
+    return narrow.astype(fmt.dtype).astype(np.float32) if np.issubdtype(fmt.dtype, np.integer) else narrow.view(fmt.dtype).astype(np.float32)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "scales"), CASES)
@@ -117,34 +131,34 @@ def test_every_byte(name, scales):
     factors = np.array(scales or (1, 1), np.float32).astype(jnp.bfloat16)
     factors = factors.astype(np.float32)
     unit = np.float32(2.0 ** decoding.power(fmt, scales is not None))
-    is_narrow = fmt.bits <= 4
     memory = {}
     if fmt.table is not None:
         memory = {i * 128: int(w) & MASK for i, w in enumerate(decoding.pairs(fmt.table)[:, 0])}  # fmt: skip
     rows = np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8)[::-1].copy()
-    if is_narrow:
-        codes = np.r_[0:8, -8:0] if fmt.table is None else fmt.table
-        table = np.asarray(codes, np.float32)
-        values = [table[np.stack([r & 15, r >> 4], 1)] for r in rows]
-    else:
-        values = [r.view(fmt.dtype).astype(np.float32) for r in rows]
+    values = [by_codes(r, fmt).reshape(64, -1, 2) for r in rows]  # pairs of a word
     words = [r.view(np.uint32) for r in rows]
-    takes = range(4) if is_narrow else range(2)
-    for at in range(64):
+    for at, j in itertools.product(range(64), range(values[0].shape[1])):
         two = [int(w[at]) for w in words]
-        for j in takes:
-            given = [*two, 0x4440 + j, 0]
-            if fmt.table is None:  # 16 bits of both rows in one word
-                low, high = (w >> (8 if is_narrow else 16) * j & 0xFFFF for w in two)
-                given = [low | high << 16, *terms(code, factors)]
-            out = run(
-                code.text, memory, **{f"${2 + i}": w for i, w in enumerate(given)}
-            )
-            for h in (0, 1):
-                got = halves(out[f"${h}"], jnp.bfloat16) * unit
-                if is_narrow:
-                    want = [v[4 * at + j, h] * factors[h] for v in values]
-                else:
-                    want = [v[4 * at + 2 * j + h] * factors[h] for v in values]
-                want = np.asarray(want, np.float32).astype(jnp.bfloat16)
-                np.testing.assert_array_equal(got, want.astype(np.float32))
+        given = [*two, 0x4440 + j, 0]
+        if fmt.table is None:  # 16 bits of both rows in one word
+            low, high = (w >> 2 * code.bits * j & 0xFFFF for w in two)
+            given = [low | high << 16, *terms(code, factors)]
+        out = run(code.text, memory, **{f"${2 + i}": w for i, w in enumerate(given)})
+        for h in (0, 1):
+            got = halves(out[f"${h}"], jnp.bfloat16) * unit
+            want = [v[at, j, h] * factors[h] for v in values]
+            want = np.asarray(want, np.float32).astype(jnp.bfloat16)
+            np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "uint8", "int2"])
+def test_starts_of_zero_points(name):
+    """A start is -(offset + zero point) of the values' own unit, exactly."""
+    fmt = as_format(name)
+    code, bits = decoding.code(fmt), dtype_bits(fmt.dtype)
+    for word in range(1 << bits):
+        zero = by_codes(np.array([word], np.uint8), fmt)[0]
+        given = (word ^ code.offset) * 0x10001
+        start = fma(given, packed([-code.unit] * 2, jnp.bfloat16), 0x80008000, jnp.bfloat16)  # fmt: skip
+        want = -(code.offset + zero) * 2.0 ** -decoding.power(fmt, False)
+        np.testing.assert_array_equal(halves(start, jnp.bfloat16), [want, want])

@@ -113,25 +113,27 @@ def test_experts(name, tile, how):
 # --- choosing ---------------------------------------------------------------------------------
 
 
-def test_hopper_refuses_by_name_and_triton_takes_them():
+def test_hopper_takes_whole_blocks_and_triton_the_rest():
     """What each of the two kernels for few rows says to a format that Triton takes."""
     for name, group, _, _, how in CASES:
         w = coded(name, (512, 1024), (1,), {0: group} if group else {}, **how)
         choice = first("", choose.FEW_ROWS, by_weight(floats(4, 512), w), H200)
-        if name in ("int3", "int6"):
-            assert choice.name == "hopper_decode", name  # int4 and int8 in memory
-            continue
-        assert choice.name == "triton", choice.refused
-        (_, reason), *_ = choice.refused
-        assert "zero point" in reason or f"does not decode {name}" in reason
+        of_columns = w.zero_point is not None and not group
+        if name == "int1" or of_columns:
+            assert choice.name == "triton", choice.refused
+            (_, reason), *_ = choice.refused
+            assert "zero points are not those of groups" in reason or f"does not decode {name}" in reason  # fmt: skip
+        else:
+            assert choice.name == "hopper_decode", (name, choice.refused)
+    odd = coded("uint4", (96, 66), (1,), {0: 32}, **MINMAX)
+    choice = first("", choose.FEW_ROWS, by_weight(floats(4, 96), odd), H200)
+    assert "do not divide into blocks" in choice.refused[0][1]
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    w = coded("mxfp4", (4, 512, 1024), (0, 2), {1: 32})
+    w = coded("uint4", (4, 512, 1024), (0, 2), {1: 32}, **MINMAX)
     a = matmul(floats(40, 512), w, GROUPED, sizes=sizes)
     choice = first("", choose.GROUPED_WEIGHT, a, H200)
-    assert (
-        choice.name == "triton_grouped"
-        and "does not decode mxfp4" in choice.refused[0][1]
-    )
+    assert choice.name == "triton_grouped"
+    assert "zero point" in choice.refused[0][1]
 
 
 # --- PTX --------------------------------------------------------------------------------------

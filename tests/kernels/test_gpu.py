@@ -138,7 +138,7 @@ def test_what_is_not_streamed():
 
     assert why((256, 256)) is None
     assert "not bfloat16" in why((256, 256), dtype=jnp.float16)
-    for shape, tile in [((256, 192), None), ((160, 256), None), ((256, 256), 16)]:
+    for shape, tile in [((256, 192), None), ((160, 256), None), ((256, 256), 8)]:
         assert "do not divide" in why(shape, tile)
 
 

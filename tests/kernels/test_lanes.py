@@ -19,6 +19,8 @@ def stand(monkeypatch):
 
 
 DIVISIONS = [
+    (2, 4, 4),
+    (2, 2, 1),
     (4, 4, 4),
     (4, 4, 3),
     (4, 2, 1),
@@ -29,7 +31,7 @@ DIVISIONS = [
 ]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
     extents, axes = lanes.order(bits)
     columns = np.arange(256).reshape(extents).transpose(axes).reshape(4, 64)

@@ -290,22 +290,52 @@ def _table_bytes(fmt: Format, dtype: np.dtype, shift: int) -> str:
 
 # Bodies find in `p` two codes of a row in its lower half, and those of the next row above.
 
-_ROWS_INT4 = """
+_ROWS_PACKED = """
     .reg .b32 q;
-    lop3.b32 q, p, 0x00f000f0, 0x00800080, 0x6a;
-    lop3.b32 p, p, 0x000f000f, 0x00080008, 0x6a;
+    lop3.b32 q, p, {high}, {high_flip}, 0x6a;
+    lop3.b32 p, p, {low}, {low_flip}, 0x6a;
     fma.rn.bf16x2 $0, p, $3, $4;
     fma.rn.bf16x2 $1, q, $5, $6;
 """  # lop3 0x6a: (a & b) ^ c
 
-_ROWS_INT8 = """
+_ROWS_BYTES = """
     .reg .b32 q;
     shr.u32 q, p, 8;
-    lop3.b32 p, p, 0x00ff00ff, 0x00800080, 0x6a;
-    lop3.b32 q, q, 0x00ff00ff, 0x00800080, 0x6a;
+    lop3.b32 p, p, 0x00ff00ff, {flip}, 0x6a;
+    lop3.b32 q, q, 0x00ff00ff, {flip}, 0x6a;
     fma.rn.bf16x2 $0, p, $3, $4;
     fma.rn.bf16x2 $1, q, $5, $6;
 """
+
+# A multiplication copies a nibble to bits 6 to 9, of which exponent and mantissa stay, and to
+# bits 12 to 15, of which the sign does: its value times 2**-126, subnormals included.
+_ROWS_E2M1 = """
+    .reg .b32 q;
+    and.b32 q, p, 0x00f000f0;
+    and.b32 p, p, 0x000f000f;
+    mul.lo.u32 q, q, 0x0104;
+    mul.lo.u32 p, p, 0x1040;
+    and.b32 q, q, 0x81c081c0;
+    and.b32 p, p, 0x81c081c0;
+    fma.rn.bf16x2 $0, p, $3, $4;
+    fma.rn.bf16x2 $1, q, $5, $6;
+"""
+
+
+def _packed_rows(bits: int, offset: int) -> str:
+    """Two codes of `bits` bits; flipping the sign bit of signed ones adds `offset`."""
+    mask = (1 << bits) - 1
+    return _ROWS_PACKED.format(
+        low=_twice(mask),
+        low_flip=_twice(offset),
+        high=_twice(mask << bits),
+        high_flip=_twice(offset << bits),
+    )
+
+
+def _byte_rows(offset: int) -> str:
+    return _ROWS_BYTES.format(flip=_twice(offset))
+
 
 # By float16, which holds either float8, and float32. e5m2 is the upper byte of a float16.
 _ROWS_E4M3 = """
@@ -363,14 +393,15 @@ class Decoder:
     bytes: Callable[[Format, np.dtype, int], str] | str | None = None  # dtype, shift -> PTX, or CAST  # fmt: skip
     floats: str | None = None  # PTX for Triton: four bytes -> four float32
     rows: str | None = None
-    units: tuple[int, ...] = ()  # what an integer's lowest bit is worth in $0, $1
+    units: tuple[int, ...] = ()  # what a code of 1 is worth in $0, $1, times 2**-133
+    offset: int = 0  # what flipping the sign bit adds to a code there
 
 
 CAST = "cast"
 TABLE_OF_16, TABLE_OF_4 = "a table of 16", "a table of 4"
 DECODERS = {
     "int8": Decoder(
-        lambda p: (p,), _byte_words(True), CAST, _BYTES_INT8, _ROWS_INT8, (1, 1)
+        lambda p: (p,), _byte_words(True), CAST, _BYTES_INT8, _byte_rows(128), (1, 1), 128
     ),
     "float8_e4m3fn": Decoder(
         lambda p: (_e4m3(p),), _float8_words("e4m3x2"), CAST, rows=_ROWS_E4M3
@@ -379,16 +410,29 @@ DECODERS = {
         lambda p: (_e5m2(p),), _float8_words("e5m2x2"), CAST, rows=_ROWS_E5M2
     ),
     "int4": Decoder(
-        _signed_nibbles, _packed_words(4, True), _packed_bytes(4, True), rows=_ROWS_INT4, units=(1, 16)
+        _signed_nibbles, _packed_words(4, True), _packed_bytes(4, True),
+        rows=_packed_rows(4, 8), units=(1, 16), offset=8,
     ),
     TABLE_OF_16: Decoder(_nibbles, bytes=_table_bytes, rows=_ROWS_TABLE),
-    "uint8": Decoder(lambda p: (_unsigned(p),), _byte_words(False), CAST),
-    "uint4": Decoder(_nibbles, _packed_words(4, False), _packed_bytes(4, False)),
-    "float4_e2m1fn": Decoder(
-        lambda p: tuple(map(_e2m1, _nibbles(p))), _e2m1_words, _e2m1_bytes
+    "uint8": Decoder(
+        lambda p: (_unsigned(p),), _byte_words(False), CAST, rows=_byte_rows(0), units=(1, 1)
     ),
-    "int2": Decoder(_signed_crumbs, _packed_words(2, True), _packed_bytes(2, True)),
-    "uint2": Decoder(_crumbs, _packed_words(2, False), _packed_bytes(2, False)),
+    "uint4": Decoder(
+        _nibbles, _packed_words(4, False), _packed_bytes(4, False),
+        rows=_packed_rows(4, 0), units=(1, 16),
+    ),
+    "float4_e2m1fn": Decoder(
+        lambda p: tuple(map(_e2m1, _nibbles(p))), _e2m1_words, _e2m1_bytes,
+        rows=_ROWS_E2M1, units=(128, 128),
+    ),
+    "int2": Decoder(
+        _signed_crumbs, _packed_words(2, True), _packed_bytes(2, True),
+        rows=_packed_rows(2, 2), units=(1, 4), offset=2,
+    ),
+    "uint2": Decoder(
+        _crumbs, _packed_words(2, False), _packed_bytes(2, False),
+        rows=_packed_rows(2, 0), units=(1, 4),
+    ),
     TABLE_OF_4: Decoder(_crumbs, bytes=_table_bytes),
 }  # fmt: skip
 

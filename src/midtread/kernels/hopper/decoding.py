@@ -4,7 +4,7 @@ The instructions are in the table of kernels/decoding.py. Their registers mean:
 
     $0 $1    results: two columns, each a pair of neighbours along the sum
     $2       16 bits of each of two rows, in one word, as ldmatrix transposes them
-    $3 $4    the slope and the start of the first column, for integers
+    $3 $4    the slope and the start of the first column, for integers and e2m1
     $5 $6    the slope and the start of the second column
 
 and for a format that is looked up in a table:
@@ -26,6 +26,12 @@ whole words (13 by permutes alone, which took 24 us instead of 19).
     where the start takes away what flipping the sign bit has added: 128, or 8 of int4, whose
     upper nibble has a slope of a sixteenth. 2**133 is beyond bfloat16: values come out times
     2**-power, and so do sums, which are multiplied in the end.
+
+    A zero point is one more that the start takes away: start -(128 + zero) 2**-power. It is
+    made of the zero point's own bits, whose sign bit is flipped too, by the same multiplication.
+
+    e2m1 (mxfp4, nvfp4) is a float of 4 bits. Its exponent and mantissa, put where bfloat16 has
+    the lowest of its own, are its value times 2**-126, and the slope makes up for that.
 
     A scale in bfloat16 can be in slope and start, and the product is rounded once, as if the two
     had been multiplied. Slopes have room for scales up to 2**40 (beyond, results are not
@@ -56,10 +62,13 @@ def pairs(table) -> np.ndarray:
 
 
 class Code(NamedTuple):
-    """Instructions, and the numbers that they multiply and add for integers."""
+    """Instructions, and the numbers that they multiply and add."""
 
     text: str
     lines: tuple[tuple[float, float], ...] = ()  # slope and start for $0 and for $1
+    bits: int = 8  # of a code
+    offset: int = 0  # by which a zero point's bits are flipped
+    unit: float = 0.0  # the slope that makes a value of a zero point's bits
 
 
 def power(fmt: Format, is_scaled: bool) -> int:
@@ -72,20 +81,26 @@ def power(fmt: Format, is_scaled: bool) -> int:
 
 
 def code(fmt: Format, is_scaled: bool = False) -> Code:
-    """The instructions that decode a format, and for integers (slope, start) of both columns."""
-    text = _row(fmt).rows or ""
+    """The instructions that decode a format, and (slope, start) of both columns where it has
+    them."""
+    row, bits = _row(fmt), dtype_bits(fmt.dtype)
     if fmt.table is not None:
-        return Code("{" + text + "}")
-    one, zero = 2.0 ** -power(fmt, is_scaled), 2.0 ** (dtype_bits(fmt.dtype) - 1)
-    units = _row(fmt).units
-    lines = tuple((2.0**133 / unit * one, -zero * one) for unit in units)
-    return Code("{.reg .b32 p; mov.b32 p, $2;" + text + "}", lines)
+        return Code("{" + (row.rows or "") + "}", bits=bits)
+    one = 2.0 ** -power(fmt, is_scaled)
+    lines = tuple((2.0**133 / unit * one, -row.offset * one) for unit in row.units)
+    text = "{.reg .b32 p; mov.b32 p, $2;" + (row.rows or "") + "}"
+    return Code(text, lines, bits, row.offset, 2.0**133 * one)
 
 
 def _row(fmt: Format) -> decoding.Decoder:
     row = decoding.decoder(fmt)
     assert row is not None and row.rows, f"{fmt} has no decoding for Hopper"
     return row
+
+
+def is_small_float(fmt: Format) -> bool:
+    """Whether codes are e2m1, which a scale in bfloat16 leaves almost always exact."""
+    return fmt.dtype == jnp.float4_e2m1fn
 
 
 def values(bytes_KB: jax.Array, fmt: Format) -> jax.Array:

@@ -10,6 +10,7 @@ The last two serve the kernel for many rows too. Its threads hold other columns
 A program's 256 columns are four accumulators of 64. Lane (warp w, g, c) holds of every 8 rows
 of the weight rows 2c and 2c + 1, and of accumulator j
 
+    2 bits   columns  64 w + 8 g + 2 j + (0, 1)
     4 bits   columns  64 w + 32 (j / 2) + 4 g + 2 (j % 2) + (0, 1)
     8 bits   columns  64 j + 16 w + 2 g + (0, 1)
 
@@ -33,6 +34,7 @@ from midtread.kernels.hopper.threads import (
     address_of,
     array,
     doubled_halves,
+    flipped,
     load_pair,
     matrices,
     modulo,
@@ -94,9 +96,12 @@ class Division:
 
     def location(self, j):
         """Where this thread's columns of accumulator j lie: (the first column, the first byte of
-        a strip of 16 bytes, the pair of bytes in that strip)."""
+        a strip of 16 bytes, which pair of codes it is of the two bytes in that strip)."""
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
+        if self.bits == 2:
+            strip = times(w, 16)
+            return plus(times(strip, 4), times(g, 8), times(j, 2)), strip, j
         if self.bits == 4:
             strip, pair = plus(times(w, 32), times(shifted(j, 1), 16)), modulo(j, 2)
             return plus(times(strip, 2), times(g, 4), times(pair, 2)), strip, pair
@@ -118,7 +123,12 @@ class Division:
 
 
 def decoded(
-    ref: Any, code: Code, holders: Holders, table: Any = None, scale: Any = None
+    ref: Any,
+    code: Code,
+    holders: Holders,
+    table: Any = None,
+    scale: Any = None,
+    zeros: Any = None,
 ) -> list[jax.Array]:
     """Decodes bytes [rows, width] in shared memory to left operands of the tensor cores,
     [64, rows] in bfloat16 for each accumulator of this warpgroup.
@@ -128,30 +138,38 @@ def decoded(
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
         scale: [groups of these rows, columns], float32 or bfloat16; a product is rounded
             once. In bfloat16, the slopes of `code` are scaled, if it has any.
+        zeros: bytes [groups of these rows, width]: zero points, which are codes too. Slopes are
+            not scaled then, because a scaled zero point is not exact.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    beside = [r for r in (table, scale) if r is not None]
+    beside = [r for r in (table, scale, zeros) if r is not None]
     order = swizzled(min(128, width), jnp.int8)
     types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
-    num_groups = 1 if scale is None else scale.shape[0]
+    num_groups = next((r.shape[0] for r in (scale, zeros) if r is not None), 1)
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=types, return_type=[one] * holders.wide)
     def run(ctx, ref, *beside):
         del ctx
-        beside = list(beside)
-        table_here = None if table is None else beside.pop(0)
+        given_here = iter(beside)
+        here = [None if r is None else next(given_here) for r in (table, scale, zeros)]
+        table_here, scale_here, zeros_here = here
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         out, words = [], []
         for a, j in enumerate(holders.accumulators()):
             column, byte, half = holders.location(j)
             if a % holders.shared == 0:
                 words = _turned(ref, byte, rows, width)
-            starts = _starts(beside, column, size) or [None]
-            scaling = [_scaling(code, at, size) for at in starts]
+            factors_at = _starts(scale_here, times(column, size), num_groups)
+            zeros_at = _starts(zeros_here, shifted(times(column, code.bits), 3), num_groups)  # fmt: skip
+            shift = modulo(times(column, 2), 8) if code.bits == 2 else 0  # in its byte
+            scaling = [
+                _scaling(code, factors, size, zero, shift)
+                for factors, zero in zip(factors_at, zeros_at)
+            ]
             registers = []
-            for tile, given in enumerate(_given(words, half, table_here)):
+            for tile, given in enumerate(_given(words, half, code.bits, table_here)):
                 terms, factors = scaling[tile * num_groups // (rows // 8)]
                 both = pure(code.text, [word_type()] * 2, [*given, *terms])
                 for h, word in enumerate(both):
@@ -165,12 +183,12 @@ def decoded(
     return run(ref, *beside)
 
 
-def _given(words: list, half, table) -> list[list]:
+def _given(words: list, half, bits: int, table) -> list[list]:
     """The operands of `code` for every 8 rows: a word whose low bits hold the columns of an
     accumulator. With a table they are 32 bits of two rows, the byte that is wanted of them,
     and the address of the table."""
     if table is None:
-        return [[value(shifted(word, times(half, 8)))] for word in words]
+        return [[value(shifted(word, times(half, 2 * bits)))] for word in words]
     lane = modulo(mgpu.thread_idx(), 32)
     start = llvm.ptrtoint(word_type(), address_of(table, times(lane, 4)))
     code = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
@@ -182,14 +200,13 @@ def _given(words: list, half, table) -> list[list]:
     return given
 
 
-def _starts(refs: list, column, size: int) -> list:
-    """For each group, the address of the scales of a thread's two columns."""
-    if not refs:
-        return []
-    (ref,) = refs
-    start = address_of(ref, times(column, size))
-    count, columns = ref.type.shape
-    return [moved(start, i * columns * size) for i in range(count)]
+def _starts(ref, offset, count: int) -> list:
+    """For each group, the address of what belongs to a thread's two columns, if anything does."""
+    if ref is None:
+        return [None] * count
+    start, row = address_of(ref, offset), ref.type.shape[1]
+    size = ref.type.element_type.width // 8
+    return [moved(start, i * row * size) for i in range(count)]
 
 
 def _turned(ref, byte, rows: int, width: int) -> list:
@@ -207,33 +224,53 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     ]
 
 
-def _scaling(code: Code, start, size: int) -> tuple[list, list]:
+def _scaling(code: Code, start, size: int, zero, shift) -> tuple[list, list]:
     """(slopes and starts for both columns of a thread, factors for the decoded values). There
     are no factors where there are no scales, or where the slopes contain them."""
+    own = [] if zero is None else _own_starts(code, zero, shift)
     if start is None:
-        return _terms(code, []), []
+        return _terms(code, [], own), []
     if size == 4:
         words = load_pair(start, size)
-        return _terms(code, []), [
+        return _terms(code, [], own), [
             mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words
         ]
     factors = doubled_halves(llvm.load(word_type(), start))
-    return _terms(code, factors), [] if code.lines else factors
+    is_in_slopes = code.lines and not own
+    terms = _terms(code, factors if is_in_slopes else [], own)
+    return terms, [] if is_in_slopes else factors
 
 
-def _terms(code: Code, factors: list) -> list:
+def _terms(code: Code, factors: list, own_starts: list) -> list:
     """The slope and the start of each column, multiplied by its factor if it has one. A factor
     is a pair of two equal bfloat16 numbers."""
     pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
     for h, numbers in enumerate(code.lines):
-        for number in numbers:
-            both = np.full(2, number, np.float32).astype(jnp.bfloat16)
-            word = value(int(both.view(np.int32)[0]))
+        for i, number in enumerate(numbers):
+            word = value(_twice(number))
             if factors:
                 scaled = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
                 word = mgpu.utils.bitcast(scaled, word_type())
-            words.append(word)
+            words.append(own_starts[h] if own_starts and i == 1 else word)
     return words
+
+
+def _twice(number: float) -> int:
+    """The bits of a pair of two equal bfloat16 numbers."""
+    return int(np.full(2, number, np.float32).astype(jnp.bfloat16).view(np.int32)[0])
+
+
+def _own_starts(code: Code, address, shift) -> list:
+    """The starts of both columns under their zero points, which are the codes at `address`."""
+    kind = ir.IntegerType.get_signless(16 if code.bits == 8 else 8)
+    word = shifted(arith.extui(word_type(), llvm.load(kind, address)), shift)
+    starts = []
+    for h in (0, 1):
+        bits = modulo(shifted(word, h * code.bits), 1 << code.bits)
+        both = times(flipped(bits, code.offset), 0x10001)
+        given = [both, value(_twice(-code.unit)), value(_twice(-0.0))]
+        starts += pure("fma.rn.bf16x2 $0, $1, $2, $3;", [word_type()], given)
+    return starts
 
 
 def _product(pair, factor):
@@ -275,6 +312,8 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
 def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(extents that split a program's 256 columns, the order of these axes that sorts columns
     by accumulator and by row of wgmma)."""
+    if bits == 2:
+        return (4, 8, 4, 2), (2, 0, 3, 1)  # w g j h -> j w h g
     if bits == 4:
         return (4, 2, 8, 2, 2), (1, 3, 0, 4, 2)  # w j1 g j0 h -> j1 j0 w h g
     return (4, 4, 8, 2), (0, 1, 3, 2)  # j w g h -> j w h g

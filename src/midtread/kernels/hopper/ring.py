@@ -38,6 +38,7 @@ class References:
     x: Any = None  # rows [M, K]
     codes: Any = None  # bytes of the weight [K, B]
     group_scales: Any = None  # [G, N]
+    group_zeros: Any = None  # [G, B]: zero points, which are codes too
     column_scales: Any = None  # [1, N], or [G, N] where rows come in groups
     row_scales: Any = None  # [M], where the rows are codes too
     table: Any = None  # the values of a format that is looked up
@@ -46,6 +47,7 @@ class References:
     x_ring: Any = None
     codes_ring: Any = None
     scale_ring: Any = None
+    zero_ring: Any = None
     full: Any = None
     empty: Any = None
     table_smem: Any = None
@@ -69,6 +71,7 @@ class Plan:
     fmt: Format
     group: int | None  # rows of the weight that share a scale; None if all of them do
     native: bool  # False where the kernel is interpreted
+    has_zeros: bool  # whether groups have zero points
 
     @property
     def looks_up(self) -> bool:
@@ -108,9 +111,11 @@ def ring_buffers(
             (count, rows, k), x_dtype, transforms=swizzled(x_columns, x_dtype)
         ),
     }
+    num_scales = max(1, k // (plan.group or k))
     if plan.group:
-        num_scales = max(1, k // plan.group)
         buffers["scale_ring"] = plgpu.SMEM((count, num_scales, columns), scale_dtype)
+    if plan.has_zeros:
+        buffers["zero_ring"] = plgpu.SMEM((count, num_scales, width), jnp.int8)
     full = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=count)
     return buffers | {"full": full}
 
@@ -126,13 +131,16 @@ def fetch_codes(refs: References, slot, row, tile) -> None:
 
 
 def fetch_scales(plan: Plan, refs: References, slot, row, tile) -> None:
-    """Copies the scales of that block's groups, if it has any."""
+    """Copies the scales and zero points of that block's groups, if it has any."""
     if not plan.group:
         return
-    _, count, columns = refs.scale_ring.shape
-    groups = pl.ds(lax.div(row, plan.group), count)
-    source = refs.group_scales.at[groups, pl.ds(tile * columns, columns)]
-    plgpu.copy_gmem_to_smem(source, refs.scale_ring.at[slot], refs.full.at[slot])
+    parts = [(refs.group_scales, refs.scale_ring)]
+    parts += [(refs.group_zeros, refs.zero_ring)] if plan.has_zeros else []
+    for source, ring in parts:
+        _, count, width = ring.shape
+        groups = pl.ds(lax.div(row, plan.group), count)
+        source = source.at[groups, pl.ds(tile * width, width)]
+        plgpu.copy_gmem_to_smem(source, ring.at[slot], refs.full.at[slot])
 
 
 def fetch_table(plan: Plan, refs: References, wg) -> None:
@@ -151,7 +159,8 @@ class Piece(NamedTuple):
     """Rows of a buffer that are decoded at a time."""
 
     codes: Any  # bytes [rows, width] in shared memory
-    scales: Any  # [groups, columns], or None
+    scales: Any = None  # [groups, columns]
+    zeros: Any = None  # bytes [groups, width]
 
     def decoded(self, plan: Plan, refs: References, holders: lanes.Holders, wg, *,
                 is_folded: bool) -> list:  # fmt: skip
@@ -163,23 +172,31 @@ class Piece(NamedTuple):
         """
         if plan.native:
             code = decoding.code(plan.fmt, is_folded)
-            args = self.codes, code, holders, refs.table_smem, self.scales
+            args = self.codes, code, holders, refs.table_smem, self.scales, self.zeros
             return lanes.decoded(*args)
         values = decoding.values(self.codes[...], plan.fmt)
+        over_rows = lambda part: jnp.repeat(part, values.shape[0] // len(part), axis=0)
+        if self.zeros is not None:
+            values = values - over_rows(decoding.values(self.zeros[...], plan.fmt))
         if self.scales is not None:
-            per_group = values.shape[0] // self.scales.shape[0]
-            factor = jnp.repeat(self.scales[...].astype(jnp.float32), per_group, axis=0)
+            factor = over_rows(self.scales[...].astype(jnp.float32))
             values = (values.astype(jnp.float32) * factor).astype(values.dtype)
         return holders.interpreted(values, wg)
 
 
-def piece(plan: Plan, refs: References, slot, start: int, rows: int) -> Piece:
-    """`rows` rows of a buffer from `start` on, and the scales of their groups."""
-    codes, scales = refs.codes_ring.at[slot, pl.ds(start, rows)], None
+def piece(
+    plan: Plan, refs: References, slot, start: int, rows: int, *, is_scaled: bool = True
+) -> Piece:
+    """`rows` rows of a buffer from `start` on, and the scales, if they are wanted, and zero
+    points of their groups."""
+    codes, parts = refs.codes_ring.at[slot, pl.ds(start, rows)], {}
     if plan.group:
-        count = max(1, rows // plan.group)
-        scales = refs.scale_ring.at[slot, pl.ds(start // plan.group, count)]
-    return Piece(codes, scales)
+        groups = pl.ds(start // plan.group, max(1, rows // plan.group))
+        if is_scaled:
+            parts["scales"] = refs.scale_ring.at[slot, groups]
+        if plan.has_zeros:
+            parts["zeros"] = refs.zero_ring.at[slot, groups]
+    return Piece(codes, **parts)
 
 
 def as_left_operand(plan: Plan, refs: References, values, wg, a: int = 0, wide=1):

@@ -12,10 +12,9 @@ triton_tuned.py      their block sizes, from <device>.json
 """
 
 from midtread.kernels import decoding
-from midtread.numerics.formats import FORMATS, Format
+from midtread.numerics.formats import Format
 
-# What Hopper's kernels decode (formats with a tile of their own go to Triton), and Triton's.
-HOPPER = tuple(n for n in decoding.formats("rows") if not FORMATS[n].tile)
+HOPPER = decoding.formats("rows")  # what Hopper's kernels decode, and Triton's
 TRITON = decoding.formats("bytes")
 MAX_ROWS = 64  # how many rows are few; of a group, on average
 

@@ -1,7 +1,7 @@
 """Few rows against a stored weight on NVIDIA GPUs: a plan for one of two kernels, or why not.
 
     plan_hopper    hopper_decode/: stored [K, N] as Flax does, from bfloat16, in whole blocks
-    plan_triton    triton.py: more formats, zero points, and from float16 too; and stored
+    plan_triton    triton.py: any extents and zero points, and from float16 too; and stored
                    [N, K] (a tied head), of 8-bit codes
 
 Codes are read where they lie: no weight is prepared or moved for a kernel.
@@ -19,7 +19,7 @@ from jax import lax
 from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import WeightArrays, WeightMatmul, why_not_zero
+from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (
     HOPPER,
@@ -64,6 +64,7 @@ class Hopper(NamedTuple):
     dtype: np.dtype  # of the result
     is_grouped: bool
     planned: tuple[int, tuple[int, int], Any]  # rows, codes, and their blocks
+    has_zeros: bool = False  # of groups
     is_interpreted: bool = False
 
     def run(self, a: WeightMatmul) -> jax.Array:
@@ -71,20 +72,22 @@ class Hopper(NamedTuple):
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
-        scale = a.last
+        num_n, scales = a.codes.shape[1], []
         if a.inner is not None:
-            scale = jnp.broadcast_to(
-                a.scale_within, (a.inner.shape[0], a.codes.shape[1])
-            )
+            scales = [readable(jnp.broadcast_to(a.inner, (a.inner.shape[0], num_n)))]
+        if a.last is not None:
+            scales.append(readable(jnp.broadcast_to(a.last, (num_n,))))
+        if self.has_zeros:
+            scales.append(a.zero)
         is_narrow = self.dtype == jnp.bfloat16
         kernel_dtype = self.dtype if is_narrow else np.dtype(np.float32)
-        call = _hopper_call(self._replace(dtype=kernel_dtype))
-        return call(a.x_MK, a.codes, readable(scale)).astype(self.dtype)
+        call = _hopper_call(self._replace(dtype=kernel_dtype), a.last is not None)
+        return call(a.x_MK, a.codes, *scales).astype(self.dtype)
 
 
 def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
     (_, w), found = a.sides, a.weight
-    reason = _why_not(a, HOPPER, ("bfloat16",)) or why_not_zero(w)
+    reason = _why_not(a, HOPPER, ("bfloat16",)) or why_not_zeros(a)
     if reason is not None:
         return Refusal(reason)
     if found.summed != 0:
@@ -94,8 +97,22 @@ def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
     if blocks is None:
         what = f"{found.shape} codes in groups of {found.group}"
         return Refusal(f"{what} do not divide into blocks")
-    dtype = np.dtype(a.matmul.dtype)
-    return Hopper(w.format, dtype, found.has_inner, (*size, blocks), env.is_interpreted)
+    kinds = found.has_inner, (*size, blocks), w.zero_point is not None
+    return Hopper(w.format, np.dtype(a.matmul.dtype), *kinds, env.is_interpreted)
+
+
+def why_not_zeros(a: WeightMatmul) -> str | None:
+    """Why Hopper's kernels do not take the zero points of a weight; None if they do."""
+    w = a.sides[1]
+    if w.zero_point is None:
+        return None
+    if not a.weight.has_inner or w.zero_point.shape != w.scale.shape:
+        return "its zero points are not those of groups"
+    if a.weight.counts[1] == 1 or w.zero_point.dtype != w.qvalue.dtype:
+        return (
+            f"its zero points, {w.zero_point.dtype}, are not codes, one for each column"
+        )
+    return None
 
 
 class Triton(NamedTuple):
@@ -164,9 +181,15 @@ def wide_zero(zero: jax.Array) -> jax.Array:
     return zero.astype(jnp.float32) if dtype_bits(zero.dtype) < 8 else zero
 
 
-def readable(scale):
+def readable(scale: jax.Array) -> jax.Array:
     """In one of the two types that Hopper's kernels read."""
-    return scale if scale.dtype == jnp.bfloat16 else scale.astype(jnp.float32)
+    return scale.astype(readable_type(scale.dtype))
+
+
+def readable_type(dtype) -> np.dtype:
+    """That of the two which has all values of a type of scales; bfloat16 has those of 8 bits."""
+    is_narrow = dtype.itemsize == 1 or dtype == jnp.bfloat16
+    return np.dtype(jnp.bfloat16 if is_narrow else jnp.float32)
 
 
 # --- kernels as functions ---------------------------------------------------------------------
@@ -190,33 +213,45 @@ def _turned_call(planned, interpret: bool) -> Callable:
 
 
 @functools.cache
-def _hopper_call(plan: Hopper) -> Callable:
-    """Of x, codes, and a scale [G, N] of groups or [N] of columns."""
-    fmt, is_grouped = plan.fmt, plan.is_grouped
+def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
+    """Of x and codes, and of those that there are: a scale [G, N] of groups, one [N] of
+    columns, zero points [G, N] of groups."""
+    fmt, is_there = plan.fmt, (plan.is_grouped, has_last, plan.has_zeros)
 
-    def plain(x, codes, scale):
-        values = decode(codes, fmt).astype(jnp.float32)
-        scale = scale.astype(jnp.float32).reshape(-1, codes.shape[1])
-        values = views.broadcast_with(jnp.multiply, values, scale)
+    def parts(given) -> list:
+        rest = iter(given)
+        return [next(rest) if there else None for there in is_there]
+
+    def plain(x, codes, *given):
+        values, (scale, last, zero) = decode(codes, fmt).astype(jnp.float32), parts(given)  # fmt: skip
+        if zero is not None:
+            zero = decode(zero, fmt).astype(jnp.float32)
+            values = views.broadcast_with(jnp.subtract, values, zero)
+        if scale is not None:
+            scale = scale.astype(jnp.float32)
+            values = views.broadcast_with(jnp.multiply, values, scale)
         numbers = (((1,), (0,)), ((), ()))
         out = lax.dot_general(x.astype(jnp.float32), values, numbers)
+        out = out if last is None else out * last.astype(jnp.float32)
         return out.astype(plan.dtype)
 
-    def kernel(x, codes, scale):
+    def kernel(x, codes, *given):
         size, blocks = (x.shape[0], codes.shape), plan.planned[2]
+        scale, last, zero = parts(given)
         if size != plan.planned[:2]:
-            group = codes.shape[0] // scale.shape[0] if is_grouped else None
+            group = None if scale is None else codes.shape[0] // scale.shape[0]
             blocks = tuned.decode_blocks(fmt, *size, group)
             if blocks is None:  # a part may be too narrow
-                return plain(x, codes, scale)
-        how = {"dtype": plan.dtype, "interpret": plan.is_interpreted}
-        scales = (scale, None) if is_grouped else (None, scale)
+                return plain(x, codes, *given)
+        zero = None if zero is None else decoding.as_bytes(zero)
+        options = {"dtype": plan.dtype, "interpret": plan.is_interpreted}
         return hopper_kernel.decode_matmul(
-            x, decoding.as_bytes(codes), *scales, fmt=fmt, blocks=blocks, **how
-        )
+            x, decoding.as_bytes(codes), scale, last, zero, fmt=fmt, blocks=blocks, **options
+        )  # fmt: skip
 
-    axes = "m k, k n, g n -> m n" if is_grouped else "m k, k n, n -> m n"
-    replicated = ("k", "g") if is_grouped else ("k",)
+    names = [name for name, there in zip(("g n", "n", "g n"), is_there) if there]
+    axes = f"m k, k n, {', '.join(names)} -> m n"
+    replicated = ("k", "g") if plan.is_grouped else ("k",)
     can_partition = not plan.is_interpreted
     return as_function(kernel, plain, axes, replicated, can_partition=can_partition)
 

@@ -21,13 +21,18 @@ from jax import lax
 from midtread.kernels import decoding
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import WeightArrays, WeightMatmul, why_not_zero
+from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import HOPPER, MAX_ROWS, why_not_format
+from midtread.kernels.weight_matmul.few_rows import (
+    readable,
+    readable_type,
+    why_not_zeros,
+)
 from midtread.kernels.weight_matmul.hopper_prefill import tuned
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
 from midtread.numerics import views
-from midtread.numerics.formats import Format, as_format
+from midtread.numerics.formats import Format, as_format, dtype_bits
 from midtread.numerics.rounding import decode
 
 
@@ -38,6 +43,7 @@ class ManyRows(NamedTuple):
     dtypes: tuple[np.dtype, np.dtype]  # of the rows and of the result
     is_grouped: bool
     planned: tuple[int, tuple[int, int], Any]  # rows, codes, and their blocks
+    has_zeros: bool = False  # of groups
     is_interpreted: bool = False
 
     def run(self, a: WeightMatmul) -> jax.Array:
@@ -45,11 +51,16 @@ class ManyRows(NamedTuple):
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
-        scale = a.scale_within
-        scale = a.last.reshape(1, -1) if scale is None else scale
+        if a.inner is None:
+            scale = a.last.reshape(1, -1).astype(jnp.float32)
+        else:
+            scale = readable(a.inner)
         scale = jnp.broadcast_to(scale, (scale.shape[0], a.codes.shape[1]))
-        scale = scale if self.is_grouped else scale.astype(jnp.float32)
-        return _call(self)(a.x_MK, a.codes, scale)
+        args = (a.x_MK, a.codes, scale, *([a.zero] if self.has_zeros else []))
+        if a.inner is None or a.last is None:
+            return _call(self)(*args)
+        wide = self._replace(dtypes=(self.dtypes[0], np.dtype(np.float32)))
+        return (_call(wide)(*args) * a.last).astype(self.dtypes[1])
 
     def multiply_codes(self, x_MK, w_KN, rows_M, columns_N) -> jax.Array:
         """[M, N] of codes and their scales in float32."""
@@ -64,7 +75,9 @@ class ManyRows(NamedTuple):
 
 def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
     (x, w), found = a.sides, a.weight
-    reason = why_not_format(w.format, HOPPER) or why_not_zero(w)
+    reason = why_not_format(w.format, HOPPER) or why_not_zeros(a)
+    if reason is None and dtype_bits(w.format.dtype) < 4:
+        reason = f"{w.format.name} has 2 bits, and the kernel is for 4 and 8"
     if reason is not None:
         return Refusal(reason)
     if found.num_rows <= MAX_ROWS:
@@ -77,9 +90,9 @@ def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
     if found.summed != 0:
         return Refusal("more than 64 rows, and stored with its summed axis innermost")
     group = found.group
-    if group and a.scale_dtype != jnp.bfloat16:
+    if group and readable_type(w.scale.dtype) != jnp.bfloat16:
         return Refusal(
-            f"scales of groups are {a.scale_dtype}: the kernel has bfloat16 ones"
+            f"scales of groups are {w.scale.dtype}: the kernel has bfloat16 ones"
         )
     if group and found.counts[1] not in (1, found.shape[1]):
         return Refusal(f"scales of extents {found.counts} on {found.shape} codes")
@@ -88,8 +101,8 @@ def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
     if blocks is None:
         what = f"{found.shape} codes in groups of {group}"
         return Refusal(f"{what} do not divide into blocks")
-    is_grouped = group is not None
-    return ManyRows(w.format, dtypes, is_grouped, (*size, blocks), env.is_interpreted)
+    kinds = group is not None, (*size, blocks), w.zero_point is not None
+    return ManyRows(w.format, dtypes, *kinds, env.is_interpreted)
 
 
 def plan_codes(dtypes, num_rows: int, shape: tuple[int, int], env: Env):
@@ -103,7 +116,8 @@ def plan_codes(dtypes, num_rows: int, shape: tuple[int, int], env: Env):
     blocks = tuned.prefill_blocks(fmt, num_rows, shape, None, pair)
     if blocks is None:
         return Refusal(f"{shape} codes do not divide into blocks")
-    return ManyRows(fmt, pair, False, (num_rows, shape, blocks), env.is_interpreted)
+    planned = num_rows, shape, blocks
+    return ManyRows(fmt, pair, False, planned, False, env.is_interpreted)
 
 
 # --- kernels as functions ---------------------------------------------------------------------
@@ -113,8 +127,11 @@ def plan_codes(dtypes, num_rows: int, shape: tuple[int, int], env: Env):
 def _call(plan: ManyRows) -> Callable:
     fmt, is_grouped, dtype = plan.fmt, plan.is_grouped, plan.dtypes[1]
 
-    def plain(x, codes, scale):
+    def plain(x, codes, scale, *zeros):
         values = decode(codes, fmt).astype(jnp.float32)
+        for zero in zeros:
+            zero = decode(zero, fmt).astype(jnp.float32)
+            values = views.broadcast_with(jnp.subtract, values, zero)
         if is_grouped:
             factor = scale.astype(jnp.float32)
             values = views.broadcast_with(jnp.multiply, values, factor)
@@ -123,17 +140,18 @@ def _call(plan: ManyRows) -> Callable:
         out = lax.dot_general(x, values.astype(x.dtype), numbers, **how)
         return (out if is_grouped else out * scale).astype(dtype)
 
-    def kernel(x, codes, scale):
+    def kernel(x, codes, scale, *zeros):
         group = codes.shape[0] // scale.shape[0] if scale.shape[0] > 1 else None
         blocks = plan.blocks(x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
-            return plain(x, codes, scale)
+            return plain(x, codes, scale, *zeros)
         how = {"dtype": dtype, "interpret": plan.is_interpreted}
-        codes = decoding.as_bytes(codes)
+        codes, *zeros = map(decoding.as_bytes, (codes, *zeros))
+        how |= {"zeros_GB": zeros[0]} if zeros else {}
         return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **how)
 
-    can_partition = not plan.is_interpreted
-    return as_function(kernel, plain, "m k, k n, g n -> m n", ("k", "g"), can_partition)
+    axes = "m k, k n, g n, g n -> m n" if plan.has_zeros else "m k, k n, g n -> m n"
+    return as_function(kernel, plain, axes, ("k", "g"), not plan.is_interpreted)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.hopper.lanes import COLUMNS, SWIZZLED, Division
+from midtread.kernels.hopper.lanes import COLUMNS, Division
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     asm,
@@ -103,7 +104,7 @@ def finish(
     size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     types: list[Any] = [plgpu.RefType() for _ in refs]
-    types[1] = plgpu.RefType(SWIZZLED)
+    types[1] = plgpu.RefType(swizzled(min(128, ring.shape[-1]), jnp.int8))
     types += [plgpu.Layout.WGMMA] * len(sums)
     known = [] if slots is None else [slots.own, slots.first, *slots.counts]
     types += [plgpu.Layout.WG_SPLAT(())] * len(known)
@@ -205,10 +206,14 @@ def _offset(row, column):
     return times(plus(times(row, COLUMNS), column), 4)
 
 
+# Bits of a column that do not tell the lanes of a half warp apart, by the bits of a code.
+SPREAD = {2: (2, 4), 4: (2, 16), 8: (8, 16)}
+
+
 def _address(ring, division: Division, part, row, column, rows: int):
     """The address of a set's sum of a row and column. Even rows come first, and columns are
     permuted by row, so that no two lanes write to the same bank."""
-    near, far = (2, 16) if division.bits == 4 else (8, 16)
+    near, far = SPREAD[division.bits]
     two = shifted(row, 1)
     spread = plus(times(modulo(two, 2), near), times(modulo(shifted(two, 1), 2), far))
     slot = plus(times(part, rows), times(modulo(row, 2), rows // 2), two)

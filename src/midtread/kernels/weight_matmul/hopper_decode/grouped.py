@@ -308,7 +308,7 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
     for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
         assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
         chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
-        plan = Plan(fmt, group, native, blocks, chunks)
+        plan = Plan(fmt, group, native, False, blocks, chunks)
         walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
         ways.append(Way(plan, walk, choices[i].cost, _buffers(plan, rows, scale_GTN)))
     return ways

@@ -90,6 +90,7 @@ def decode_matmul(
     bytes_KB: jax.Array,
     scale_GN: jax.Array | None,
     last_N: jax.Array | None = None,
+    zeros_GB: jax.Array | None = None,
     *,
     fmt: Format,
     blocks: DecodeBlocks,
@@ -101,6 +102,7 @@ def decode_matmul(
     Args:
         scale_GN: of groups of rows, in float32 or bfloat16.
         last_N: of columns, likewise.
+        zeros_GB: zero points of groups, as bytes of codes.
         dtype: of the result, float32 or bfloat16.
     """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
@@ -113,9 +115,11 @@ def decode_matmul(
     if interpret or m > FILLED:
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
     native = not interpret
-    plan = Plan(fmt, group, native, blocks, num_chunks=k // blocks.k)
+    has_zeros = zeros_GB is not None
+    plan = Plan(fmt, group, native, has_zeros, blocks, num_chunks=k // blocks.k)
     operands = {"x": x_MK, "codes": bytes_KB}
     operands |= {} if scale_GN is None else {"group_scales": scale_GN}
+    operands |= {"group_zeros": zeros_GB} if has_zeros else {}
     operands |= plan.table_operand()
     in_kernel = last_N is not None and shares == 1 and native
     if in_kernel:

@@ -10,7 +10,7 @@ that.
 
 Scales of groups are applied to decoded values, and the products are rounded to bfloat16: the
 result is that of decoding first. With mma.sync they are applied to the sums of groups, in
-float32. hopper/lanes.py says which warpgroup takes which column, also for the interpreter.
+float32, unless groups are short or codes are floats of 4 bits, which scales leave exact. hopper/lanes.py says which warpgroup takes which column, also for the interpreter.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ class DecodeBlocks:
         return lanes.Division(bits, self.wide, self.deep)
 
     def num_bytes(self, fmt: Format, rows: int, group: int | None) -> int:
-        """The shared memory that the rings and a table take."""
+        """The shared memory that the rings and a table take; there is room for zero points."""
         padded = -(-rows // 8) * 8
         num_scales = max(1, self.k // (group or self.k))
         size = self.k * (COLUMNS * dtype_bits(fmt.dtype) // 8 + padded * 2)
-        size += COLUMNS * 4 * num_scales
+        size += COLUMNS * (4 + 1) * num_scales
         beside = 0 if fmt.table is None else decoding.TABLE_BYTES
         return size * self.stages * self.deep + beside
 
@@ -83,6 +83,12 @@ class Plan(ring.Plan):
     def by_warps(self) -> bool:
         """Whether each warp multiplies for itself, by mma.sync."""
         return self.native and self.division.across == 1
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether scales of groups are applied to the sums of groups, not to values."""
+        is_long = self.group is not None and self.group >= self.inner
+        return self.by_warps and is_long and not decoding.is_small_float(self.fmt)
 
     @property
     def inner(self) -> int:
@@ -191,7 +197,7 @@ def _multiply(plan: Plan, refs: References, me: Warpgroup, accs, at, start):
 
 def _is_folded(plan: Plan, refs: References) -> bool:
     """Whether scales of groups are in the slopes of the decoding, if the format has any."""
-    if plan.by_warps or not plan.group:
+    if plan.scales_sums or plan.has_zeros or not plan.group:
         return False
     return refs.scale_ring.dtype == jnp.bfloat16
 
@@ -232,22 +238,24 @@ def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
 
 
 def _sums_by_warps(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
-    """By mma.sync, which warps wait for. Each group of scales is a sum of its own."""
+    """By mma.sync, which warps wait for. Each group of scales is a sum of its own, if scales
+    are applied to sums."""
     stages, k, division = plan.blocks.stages, plan.blocks.k, plan.division
-    step = min(k, plan.group or k)  # rows under one scale
-    code = decoding.code(plan.fmt)
+    step = min(k, plan.group or k) if plan.scales_sums else k  # rows under one scale
+    options = {"is_folded": _is_folded(plan, refs)}
 
     def block(i, totals):
         slot = lax.rem(i, stages)
         at = me.ring * stages + slot
         plgpu.barrier_wait(refs.full.at[at])
         for first in range(0, k, step):
-            sums = None if plan.group else totals
+            sums = None if plan.scales_sums else totals
             for start in range(first, first + step, plan.inner):
-                codes = refs.codes_ring.at[at, pl.ds(start, plan.inner)]
-                w = lanes.decoded(codes, code, division, refs.table_smem)
+                is_scaled = not plan.scales_sums
+                piece = ring.piece(plan, refs, at, start, plan.inner, is_scaled=is_scaled)  # fmt: skip
+                w = piece.decoded(plan, refs, division, me.number, **options)
                 sums = mma.multiplied(sums, w, refs.x_ring.at[at], start)
-            if plan.group:
+            if plan.scales_sums:
                 scales = lanes.scales(refs.scale_ring.at[at, first // step], division)
                 sums = [
                     total + one * lax.broadcast_in_dim(s, one.shape, [0])

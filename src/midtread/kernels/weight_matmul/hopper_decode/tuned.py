@@ -94,7 +94,7 @@ def _fitted(
     """`blocks` with as many stages as fit into shared memory beside `spare` bytes; None if not
     even two do, or if the blocks do not divide the weight or its groups."""
     (num_k, num_n), least = shape, blocks.k
-    fits = not group or group % least == 0 or (group >= 32 and least % group == 0)
+    fits = not group or group % least == 0 or (group >= 16 and least % group == 0)
     if num_k % blocks.k or num_n % COLUMNS or not fits:
         return None
     most = SHARED - spare

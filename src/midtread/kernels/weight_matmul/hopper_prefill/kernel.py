@@ -51,6 +51,7 @@ def prefill_matmul(
     bytes_KB: jax.Array,
     scale_GN: jax.Array,
     rows_M: jax.Array | None = None,
+    zeros_GB: jax.Array | None = None,
     *,
     fmt: Format,
     dtype,
@@ -62,6 +63,7 @@ def prefill_matmul(
     Args:
         scale_GN: [1, N] in float32, or one for each group of k, in bfloat16.
         rows_M: scales of the rows in float32, where these are codes.
+        zeros_GB: zero points of groups, as bytes of codes.
     """
     (m, k), n = x_MK.shape, scale_GN.shape[1]
     # the copy engine moves 8 rows at a time
@@ -78,12 +80,15 @@ def prefill_matmul(
     last = count % blocks.programs() if blocks.halves else 0
     plan = Plan(
         fmt=fmt, blocks=blocks, dtype=x_MK.dtype, native=not interpret, grid=grid,
+        has_zeros=zeros_GB is not None,
         group=k // scale_GN.shape[0] if scale_GN.shape[0] > 1 else None,
         chunks=k // (blocks.k * blocks.split), whole=count - last, halves=2 * last,
     )  # fmt: skip
     out_dtype = jnp.dtype(dtype) if blocks.split == 1 else jnp.dtype(jnp.float32)
     scales = "group_scales" if plan.group else "column_scales"
     operands = {"x": x_MK, "codes": bytes_KB, scales: scale_GN}
+    if zeros_GB is not None:
+        operands["group_zeros"] = zeros_GB
     if rows_M is not None:
         operands["row_scales"] = jnp.pad(rows_M, (0, grid[0] * blocks.rows - m))
     operands |= plan.table_operand()

@@ -62,7 +62,9 @@ class PrefillBlocks:
         out_size = out_size if self.split == 1 else 4
         left = SHARED - GROUPS * 2 * OUT_ROWS * OUT_COLUMNS * out_size
         left -= 0 if fmt.table is None else decoding.TABLE_BYTES
-        scales = max(1, self.k // group) * COLUMNS * 2 if group else 0
+        scales = (
+            max(1, self.k // group) * COLUMNS * 3 if group else 0
+        )  # and zero points
         width = COLUMNS * dtype_bits(fmt.dtype) // 8
         return min(8, left // (self.k * (width + self.rows * x_size) + scales))
 
@@ -87,11 +89,16 @@ class Plan(ring.Plan):
         return self.dtype.itemsize == 1
 
     @property
+    def is_folded(self) -> bool:
+        """Whether scales of groups are in the slopes of the decoding, if the format has any."""
+        return self.group is not None and not self.has_zeros
+
+    @property
     def unit(self) -> float:
         """The power of two that sums are to be multiplied by (hopper/decoding.py)."""
         if self.is_codes or not self.native:
             return 1.0
-        return 2.0 ** decoding.power(self.fmt, self.group is not None)
+        return 2.0 ** decoding.power(self.fmt, self.is_folded)
 
     @property
     def inner(self) -> int:
@@ -223,7 +230,7 @@ def _operand(plan: Plan, refs: References, wg, slot, start: int):
     of groups."""
     piece = ring.piece(plan, refs, slot, start, plan.inner)
     if not plan.is_codes:
-        is_folded = plan.group is not None
+        is_folded = plan.is_folded
         return piece.decoded(plan, refs, plan.lanes, wg, is_folded=is_folded)[0]
     if plan.native:
         return registers.turned(piece.codes, plan.fmt.dtype)

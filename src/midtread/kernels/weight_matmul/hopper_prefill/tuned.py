@@ -32,7 +32,7 @@ def prefill_blocks(
     piece, whole = inner(dtypes[0]), step(dtypes[0])
     if num_k % whole or num_n % MIXED_COLUMNS:
         return None
-    if group and group % piece and group != 32:
+    if group and group % piece and group not in (16, 32):
         return None
     cost = table(__file__)["cost"][str(dtype_bits(dtypes[0]))]
     most = min(256, -(-rows // 32) * 32)
