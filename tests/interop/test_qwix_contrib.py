@@ -7,8 +7,9 @@ import pytest
 from flax import linen as nn
 
 import midtread as mt
-from midtread.interop.qwix import contrib
+from midtread.interop.qwix import contrib, qep
 from midtread.numerics.qarray import dequantize
+from tests.peers import peer
 
 
 class Model(nn.Module):
@@ -78,3 +79,58 @@ def test_names_are_where_qwix_has_them():
     for module in ("gptq", "awq", "smooth_quant", "padded_ptq", "calibration"):
         for name, row in MODULES[f"qwix.contrib.{module}"].items():
             assert _ours(row, f"qwix.contrib.{module}.{name}") is not None
+
+
+def test_qep_corrects_for_the_layers_before(key):
+    x = jax.random.normal(key, (64, 16)) @ (jnp.tri(16) * 0.5)
+    variables = Model().init(key, x)
+    wanted = Model().apply(variables, x)
+    errors = {}
+    for strength in (0.0, 0.5):
+        result = qep.quantize(
+            Model(),
+            lambda: [{"inputs": x}],
+            [qep.QepRule(weight_qtype="int3", correction_factor=strength)],
+            variables=variables,
+            batch_adapter=lambda batch: ((batch["inputs"],), {}),
+        )
+        got = result.model.apply({"params": result.params}, x)
+        errors[strength] = float(jnp.sum((got - wanted) ** 2))
+        assert [stage.param_paths for stage in result.stages] == [
+            (("up", "kernel"),), (("heads",),)
+        ]  # fmt: skip
+    assert errors[0.5] < errors[0.0]
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"variables": None}, "needs variables"),
+        ({"calibration_data": []}, "at least one batch"),
+        ({"methods": ("a", "b")}, "one method"),
+        ({"abstract_quantized": {}}, "leave out abstract_quantized"),
+        ({"gptq_damping_factor": 0.1}, "write the same number twice"),
+    ],
+)
+def test_what_qep_cannot_do_is_refused(asked, message):
+    given = {"calibration_data": [jnp.ones((4, 16))], "variables": {"params": {}}}
+    given |= {"rules": [qep.QepRule(weight_qtype="int4")], **asked}
+    with pytest.raises(ValueError, match=message):
+        qep.quantize(Model(), **given)
+
+
+@pytest.mark.parametrize("flips", [(True, True), (False, True), (False, False)])
+def test_a_rotated_product_is_the_product_and_the_peers(flips, key):
+    x, w = jax.random.normal(key, (5, 16)), jax.random.normal(key, (3, 16))
+    words = {"row_sign_flip": flips[0], "col_sign_flip": flips[1]}
+    words |= {"lhs_reduction_dim": 1, "rhs_reduction_dim": 1}
+    ours = qep.hadamard_rotate_inputs(x, w, key, **words)
+    np.testing.assert_allclose(ours[0] @ ours[1].T, x @ w.T, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="a power of 2"):
+        qep.hadamard_rotate_inputs(x[:, :6], w[:, :6], key, **words)
+    (theirs,) = peer.load("qwix", "0.1.8", "qwix.contrib.hadamard_rot")
+    with peer.manners():
+        wanted = theirs.hadamard_rotate_inputs(x, w, key, **words)
+    for a, b in zip(ours[:2], wanted):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert (jax.random.key_data(ours[2]) == jax.random.key_data(wanted[2])).all()

@@ -3,9 +3,9 @@
 A row is `their name: "module:name"`, below `midtread`. To take in another name, add its row.
 """
 
-_A, _M, _F, _S, _P, _C = (
+_A, _M, _F, _S, _P, _C, _Q = (
     f"interop.qwix.{m}"
-    for m in ("arrays", "matmuls", "models", "sparse", "passes", "contrib")
+    for m in ("arrays", "matmuls", "models", "sparse", "passes", "contrib", "qep")
 )
 
 _QARRAY = {
@@ -167,6 +167,12 @@ MODULES: dict[str, dict[str, str]] = {
         "SqInferenceProvider": "providers.ptq:PtqProvider",
         "WithSqScale": "model.boxes:WithAux",
         "quantize_params": f"{_C}:sq_quantize_params",
+    },
+    "qwix.contrib.qep": {
+        name: f"{_Q}:{name}" for name in ("QepRule", "QepStage", "QepResult", "quantize")
+    },
+    "qwix.contrib.hadamard_rot": {
+        "hadamard_rotate_inputs": f"{_Q}:hadamard_rotate_inputs",
     },
     "qwix.contrib.padded_ptq": {  # every QArray is padded to whole tiles where it must be
         "PaddedPtqProvider": "providers.ptq:PtqProvider",
