@@ -43,8 +43,7 @@ class Cache:
 
     def write(self, positions: jax.Array, **new: jax.Array) -> "Cache":
         """With `new` [B, T, heads, width] at the slots `positions` [B, T]."""
-        batch = jnp.arange(positions.shape[0])[:, None]
-        put = lambda held, x: held.at[batch, positions].set(x.astype(held.dtype))
+        put = functools.partial(_put, positions)
         rows = {}
         for name, held in self.rows.items():
             x = new[name]
@@ -56,6 +55,18 @@ class Cache:
                 held, qvalue=put(held.qvalue, q.qvalue), scale=put(held.scale, q.scale)
             )
         return dataclasses.replace(self, rows=rows)
+
+
+def _put(positions: jax.Array, held: jax.Array, x: jax.Array) -> jax.Array:
+    """`held` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
+    if (
+        positions.size == 1
+    ):  # one copy, where XLA would check the bounds of a scatter first
+        return jax.lax.dynamic_update_slice(
+            held, x.astype(held.dtype), (0, positions[0, 0], 0, 0)
+        )
+    batch = jnp.arange(positions.shape[0])[:, None]
+    return held.at[batch, positions].set(x.astype(held.dtype))
 
 
 def _quantize(x: jax.Array, how: tuple[str, str]) -> QArray:

@@ -37,7 +37,7 @@ from midtread.numerics.qarray import QArray
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
 PROGRAMS = 1024  # at least so many, if the context is long enough
-PARTS = 16  # that are merged at once
+PARTS, WIDTH = 16, 32  # parts, and numbers of a head, that are merged at once
 LOWEST = -1e30  # below every logit
 LOG2E = np.float32(math.log2(math.e))  # a GPU's exponential is that of 2
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of codes
@@ -59,23 +59,25 @@ def _count_parts(slots: int, part: int) -> int:
 
 
 def _body(
-    first_ref, stop_ref, q_ref, qs_ref, k_ref, *refs,
-    fmt: Format | None, block: int, slots: int, softcap: float | None, native: bool,
+    first_ref, stop_ref, q_ref, *refs,
+    fmt: Format | None, gain: float, block: int, slots: int, softcap: float | None,
+    native: bool,
 ):  # fmt: skip
-    """One part: q [P, ROWS, h / P], qs [ROWS], k and v [part, h / P], scales [part]."""
+    """One part: q [P, ROWS, h / P] and for codes its factors qs [ROWS], k and v [part, h / P],
+    each followed by its scales [part] for codes."""
     is_coded = fmt is not None
     if is_coded:
-        ks_ref, v_ref, vs_ref = refs[:3]
+        qs_ref, k_ref, ks_ref, v_ref, vs_ref = refs[:5]
     else:
-        (v_ref,) = refs[:1]
+        k_ref, v_ref = refs[:2]
     out_ref, top_ref, sum_ref = refs[-3:]
-    num_planes, _, width = q_ref.shape
+    num_planes, num_rows, width = q_ref.shape
     part = k_ref.shape[0]
     begin = pl.program_id(2) * part
     low = jnp.clip(first_ref[0] - begin, 0, part)
     high = jnp.clip(jnp.minimum(stop_ref[0], slots) - begin, 0, part)
-    q = [q_ref[p] for p in range(num_planes)]
-    qs = qs_ref[:][:, None]
+    q = [q_ref[p] for p in range(num_planes)] if num_rows == ROWS else [_padded(q_ref)]
+    factor = qs_ref[:][:, None] * gain if is_coded else gain
 
     def values(ref, at, inside):
         block = pltriton.load(ref.at[at, :], mask=inside[:, None], other=0)
@@ -92,7 +94,7 @@ def _body(
         inside = (slot >= low) & (slot < high)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
-        logits = logits * qs
+        logits = logits * factor
         shift = 0.0
         if is_coded:
             logits = logits * scale(ks_ref, at, inside)
@@ -125,6 +127,15 @@ def _body(
         out_ref[p] = out[p]
 
 
+def _padded(q_ref) -> jax.Array:
+    """ROWS rows, of which the reference has the first few; the others are zero."""
+    start = (
+        pl.program_id(0) * 0
+    )  # Pallas refuses to read beyond the end where it sees it
+    exists = lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) < q_ref.shape[1]
+    return pltriton.load(q_ref.at[0, pl.ds(start, ROWS), :], mask=exists, other=0)
+
+
 def _merge_body(part_ref, top_ref, sum_ref, *refs, chunk: int):
     """All parts [N, g, w] of one head, and the sinks [g] if there are any, as one [g, w]."""
     *sinks_ref, out_ref = refs
@@ -152,7 +163,7 @@ def _merge_body(part_ref, top_ref, sum_ref, *refs, chunk: int):
         new = jnp.maximum(top, sink)
         fade = jnp.exp2(top - new)
         total, out = total * fade + jnp.exp2(sink - new), out * fade[:, None]
-    out_ref[:, :] = out / total[:, None]
+    out_ref[:, :] = (out / total[:, None]).astype(out_ref.dtype)
 
 
 def decode_attention(
@@ -164,6 +175,7 @@ def decode_attention(
     sinks_Kg: jax.Array | None = None,
     *,
     fmt: Format | None,
+    dtype=jnp.float32,
     gain: float = 1.0,
     softcap: float | None = None,
     block: int = BLOCK,
@@ -172,7 +184,7 @@ def decode_attention(
     stages: int = 3,
     interpret: bool = False,
 ) -> jax.Array:
-    """[B, K, g, h] in float32: softmax(gain q k / sqrt(h)) v over the slots from `first` to
+    """[B, K, g, h] in `dtype`: softmax(gain q k / sqrt(h)) v over the slots from `first` to
     before `stop`.
 
     Args:
@@ -181,17 +193,17 @@ def decode_attention(
     """
     batch, heads, group, width = q_BKgh.shape
     slots = k[0].shape[1]
-    q = jnp.pad(q_BKgh, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
-    planes = 1
+    q, planes, args = q_BKgh, 1, [first_B, stop_B]
+    if fmt is not None or interpret:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
     if fmt is None:
-        q, qs = q.astype(k[0].dtype), jnp.ones((*q.shape[:3], 1), jnp.float32)
+        args.append(q.astype(k[0].dtype)[:, :, None])
     else:
         planes = triton_words.num_planes(fmt)
         q, qs = triton_words.fitted(q)
         k, v = ((triton_words.as_words(codes, fmt), s) for codes, s in (k, v))
-    q = q.reshape(batch, heads, ROWS, width // planes, planes)
-    q = q.transpose(0, 1, 4, 2, 3)
-    qs = qs[..., 0] * (np.float32(gain / math.sqrt(width)) * LOG2E)
+        q = q.reshape(batch, heads, ROWS, width // planes, planes)
+        args += [q.transpose(0, 1, 4, 2, 3), qs[..., 0]]
 
     part = split_length(batch, heads, slots, programs, block)
     lead = (batch, heads, _count_parts(slots, part))
@@ -202,16 +214,16 @@ def decode_attention(
         shared = s.shape[2] == 1
         return pl.BlockSpec((None, part, None), lambda b, j, i: (b, i, 0 if shared else j))  # fmt: skip
 
-    args = [first_B, stop_B, q, qs]
     specs = [pl.BlockSpec((1,), lambda b, j, i: (b,))] * 2
-    specs += [one(planes, ROWS, width // planes), one(ROWS)]
+    specs += [one(*x.shape[2:]) for x in args[2:]]
     for codes, scale in (k, v):
         args += [codes] if scale is None else [codes, scale]
         specs += [cache] if scale is None else [cache, of_scale(scale)]
     own = lambda *block: pl.BlockSpec((None, None, None, *block), lambda b, j, i: (b, j, i, *[0] * len(block)))  # fmt: skip
     parts, top, total = pl.pallas_call(
         functools.partial(
-            _body, fmt=fmt, block=block, slots=slots, softcap=softcap, native=not interpret
+            _body, fmt=fmt, gain=float(gain / math.sqrt(width) * LOG2E),
+            block=block, slots=slots, softcap=softcap, native=not interpret,
         ),
         grid=lead,
         in_specs=specs,
@@ -224,28 +236,36 @@ def decode_attention(
         compiler_params=triton_params(warps, stages),
         interpret=interpret,
     )(*args)  # fmt: skip
-    return _merge(parts, top, total, sinks_Kg, group, interpret)
+    return _merge(parts, top, total, sinks_Kg, group, dtype, interpret)
 
 
-def _merge(parts, top, total, sinks, group: int, interpret: bool) -> jax.Array:
+def _merge(parts, top, total, sinks, group: int, dtype, interpret: bool) -> jax.Array:
     """The parts [B, K, N, P, ROWS, h / P] of a context as one [B, K, g, h]."""
     batch, heads, num, planes, _, width = parts.shape
     rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
-    of_plane = pl.BlockSpec((None, None, num, None, rows, width), lambda b, j, p: (b, j, 0, p, 0, 0))  # fmt: skip
-    of_head = pl.BlockSpec((None, None, num, rows), lambda b, j, p: (b, j, 0, 0))
+    cut = min(width, WIDTH)
+    count = width // cut  # programs of a plane
+    of_plane = pl.BlockSpec(
+        (None, None, num, None, rows, cut),
+        lambda b, j, i: (b, j, 0, i // count, 0, i % count),
+    )
+    of_head = pl.BlockSpec((None, None, num, rows), lambda b, j, i: (b, j, 0, 0))
     args, specs = [parts, top, total], [of_plane, of_head, of_head]
     if sinks is not None:
         args.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - group))))
-        specs.append(pl.BlockSpec((None, rows), lambda b, j, p: (j, 0)))
+        specs.append(pl.BlockSpec((None, rows), lambda b, j, i: (j, 0)))
     out = pl.pallas_call(
         functools.partial(_merge_body, chunk=min(num, PARTS)),
-        grid=(batch, heads, planes),
+        grid=(batch, heads, planes * count),
         in_specs=specs,
-        out_specs=pl.BlockSpec((None, None, None, rows, width), lambda b, j, p: (b, j, p, 0, 0)),
-        out_shape=result((batch, heads, planes, rows, width), jnp.float32, parts),
+        out_specs=pl.BlockSpec(
+            (None, None, None, rows, cut),
+            lambda b, j, i: (b, j, i // count, 0, i % count),
+        ),
+        out_shape=result((batch, heads, planes, rows, width), dtype, parts),
         compiler_params=triton_params(4, 1),
         interpret=interpret,
-    )(*args)  # fmt: skip
+    )(*args)
     out = out[:, :, :, :group].transpose(0, 1, 3, 4, 2)  # planes are neighbours
     return out.reshape(*out.shape[:3], -1)
 
@@ -273,8 +293,9 @@ class Triton(NamedTuple):
             arrays.append(a.sinks.reshape(grouped.shape[1:3]))
             names.append("k g")
         fmt = a.k.format if isinstance(a.k, QArray) else None
-        call = _call(fmt, tuple(names), a.gain, a.softcap, self.is_interpreted)
-        return call(*arrays).reshape(a.q.shape).astype(a.q.dtype)
+        formula = a.gain, a.softcap, a.q.dtype
+        call = _call(fmt, tuple(names), *formula, self.is_interpreted)
+        return call(*arrays).reshape(a.q.shape)
 
 
 def plan(a: Cached, env: Env) -> Triton | Refusal:
@@ -321,6 +342,7 @@ def _call(
     names: tuple[str, ...],
     gain: float,
     softcap: float | None,
+    dtype: np.dtype,
     interpret: bool,
 ) -> Callable:
     """The kernel as a function of q, k, v, each with its scale where there are codes, first,
@@ -346,11 +368,12 @@ def _call(
         logits = jnp.where(inside[:, None, None], logits, LOWEST)
         sink = [jnp.broadcast_to(s.astype(jnp.float32)[..., None], (*logits.shape[:3], 1)) for s in sinks]  # fmt: skip
         weights = jax.nn.softmax(jnp.concatenate([logits, *sink], -1))
-        return jnp.einsum("bkgs,bskh->bkgh", weights[..., : k.shape[1]], v)
+        out = jnp.einsum("bkgs,bskh->bkgh", weights[..., : k.shape[1]], v)
+        return out.astype(dtype)
 
     def kernel(*args):
         options = {"gain": gain, "softcap": softcap, "interpret": interpret}
-        return decode_attention(*apart(args), fmt=fmt, **options)
+        return decode_attention(*apart(args), fmt=fmt, dtype=dtype, **options)
 
     axes = f"{', '.join(names)} -> b k g h"
     whole = ("g", "h", "s", *(x for x in "xy" if f"b s {x}" in names))
