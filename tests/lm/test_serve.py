@@ -265,6 +265,11 @@ WRONG = {
         "Did you mean 'gptq'?",
     ),
     "an empty prompt": (["generate", "{run}", "prompt="], "prompt is empty"),
+    "groups of floats": (["eval", "{run}", "group_size=32"], "of float weights"),
+    "groups in training": (
+        ["train", "tiny", "quantization=int8w", "group_size=32"],
+        "group_size=32 is about stored weights",
+    ),
 }
 
 

@@ -4,6 +4,9 @@ The peers are the packages themselves on a CPU, in the versions of `VERSIONS`. W
 its tests are skipped; what they wrote is also in tests/interop/fixtures, for everyone.
 """
 
+import importlib.util
+from importlib import metadata
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +38,9 @@ VERSIONS = {
     "bitsandbytes": "0.50.2",
     "mlx": "0.32.4",
     "torchao": "0.18.0",
+    "auto-gptq": "0.7.1",
+    "autoawq": "0.2.9",
+    "auto-round": "0.16.1",
 }
 
 
@@ -158,6 +164,95 @@ def test_awq_is_read_as_compressed_tensors_converts_it():
     read = compressed_tensors.read_packed(theirs, 4)
     for part in ("qvalue", "scale", "zero_point"):
         np.testing.assert_array_equal(getattr(mine, part), getattr(read, part))
+
+
+# --- GPTQ and AWQ, as their own packages pack them -------------------------------------------
+
+
+def alone(package, end):
+    """A file of a package as a module of its own: the rest of it needs old versions."""
+    load(package)
+    (file,) = [f for f in metadata.files(package) if str(f).endswith(end)]
+    spec = importlib.util.spec_from_file_location(file.stem, file.locate())
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def linear_in_groups(bits, order=None):
+    """A torch Linear whose weight is on a grid of groups of 64, with scales and zeros
+    [out, groups] and the group of each column."""
+    import torch
+
+    order = np.arange(COLUMNS) if order is None else order
+    codes, zeros, scales = made.unsigned_groups(weight(bits)[:, order], bits, 64)
+    zeros = np.maximum(zeros, 1)  # version 1 stores them less one
+    group_of = np.arange(COLUMNS) // 64
+    values = (codes - zeros[group_of]).astype(np.float32) * scales[group_of]
+    back = np.argsort(order)
+    linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+    linear.weight.data = torch.from_numpy(np.ascontiguousarray(values[back].T))
+    parts = [
+        torch.from_numpy(np.ascontiguousarray(x.T)).float() for x in (scales, zeros)
+    ]
+    return linear, *parts, torch.from_numpy(group_of[back].astype(np.int32))
+
+
+def read_packed_module(find, config, module):
+    """The weight that we read of a packed module's buffers."""
+    tensors = {f"a.{k}": v.numpy() for k, v in module.state_dict().items()}
+    found = find({k: Shape(v) for k, v in tensors.items()}, config)
+    q = read_all(found, tensors)["a.weight"]
+    return values(q.replace(scale=q.scale.astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("bits", "desc_act"), [(2, False), (3, False), (4, False), (8, False), (4, True)]
+)
+def test_what_autogptq_packs_is_read(bits, desc_act):
+    qlinear = alone("auto-gptq", "qlinear/qlinear_cuda.py")
+    import torch
+
+    order = np.random.default_rng(0).permutation(COLUMNS) if desc_act else None
+    linear, scales, zeros, group_of = linear_in_groups(bits, order)
+    packed = qlinear.QuantLinear(bits, 64, COLUMNS, ROWS, bias=False)
+    packed.pack(linear, scales, zeros, group_of)
+    packed.autogptq_cuda_available = False  # it unpacks in torch
+    config = {"bits": bits, "group_size": 64, "desc_act": desc_act}
+    got = read_packed_module(gptq.find_gptq, config, packed)
+    np.testing.assert_array_equal(got, packed(torch.eye(COLUMNS)).T.float().numpy())
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_what_auto_round_packs_for_gptq_is_read(version):
+    """Zeros stored less one, and as they are."""
+    end = "torch/qlinear_torch_zp.py" if version == "gptq" else "torch/qlinear_torch.py"
+    qlinear = alone("auto-round", end)
+    import torch
+
+    linear, scales, zeros, _ = linear_in_groups(4)
+    packed = qlinear.QuantLinear(4, 64, COLUMNS, ROWS, bias=False)
+    packed.device = "cpu"
+    packed.pack(linear, scales, zeros, device="cpu")
+    config = {"bits": 4, "group_size": 64, "checkpoint_format": version}
+    got = read_packed_module(gptq.find_gptq, config, packed)
+    packed.scales = packed.scales.float()  # so that it multiplies in float32
+    np.testing.assert_array_equal(got, packed(torch.eye(COLUMNS)).T.numpy())
+
+
+def test_what_autoawq_packs_is_read():
+    gemm, packing = load(
+        "autoawq", "awq.modules.linear.gemm", "awq.utils.packing_utils"
+    )
+    linear, scales, zeros, _ = linear_in_groups(4)
+    packed = gemm.WQLinear_GEMM.from_linear(
+        linear, 4, 64, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
+    )
+    config = {"bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+    got = read_packed_module(gptq.find_awq, config, packed)
+    parts = packed.qweight, packed.qzeros, packed.scales.float()
+    want = packing.dequantize_gemm(*parts, 4, 64).T.numpy()
+    np.testing.assert_array_equal(got, want)
 
 
 # --- gguf ------------------------------------------------------------------------------------

@@ -36,6 +36,12 @@ from midtread.providers.ptq import PtqProvider
 KERNELS = ("kernel", "wi_0", "wi_1", "wo")  # parameters that a matmul takes as they are
 
 
+def formats(model: nnx.Module) -> list[str]:
+    """The formats of the codes that a model has, by name."""
+    nodes = (node for _, node in nnx.iter_graph(model))
+    return sorted({n.how.format.name for n in nodes if isinstance(n, WithAux)})
+
+
 def has_codes(found: Any) -> bool:
     """Whether some of a folder's arrays are quantized (`huggingface.arrays`)."""
     return any(export.is_quantized(found.source, name) for name in found.source.tensors)
@@ -51,10 +57,12 @@ def load(config: Config, found: Any) -> nnx.Module:
     Raises:
         UsageError: the config asks for quantization of its own.
     """
+    given = {k: getattr(config, k) for k in ("quantization", "quant", "group_size")}
+    asked = [f"{name}={value}" for name, value in given.items() if value]
     require(
-        not config.quantization and not config.quant,
-        f"{found.source.name} is quantized already: drop quantization="
-        f"{config.quantization}. To quantize it differently, take the float model.",
+        not asked,
+        f"{found.source.name} is quantized already: drop {', '.join(asked)}. `midtread "
+        "quantize` rounds what its codes stand for anew.",
     )
     model = models.abstract(section(config, Model))
     rules = []

@@ -396,6 +396,12 @@ class Quantization:
     )  # fmt: skip
     constant_bound_config: str = key("", "aqt_fp8_full: six bounds, comma-separated")
     quant_cfg_path: str = key("", "intmp: its JSON file, or the name of a shipped one")
+    group_size: int = key(
+        0,
+        "quantize, export: summed elements of a weight that share a scale; 0: as the value "
+        "or the format has it",
+        at_least=0,
+    )
     replicate_quant_scale: bool = key(
         False, "generate, eval: every device of a mesh has all scales, one per channel"
     )
@@ -440,9 +446,6 @@ class Decoding:
     )
     export_path: str = key(
         "", "export: where to; unset: beside the run, as <run>-<format>"
-    )
-    group_size: int = key(
-        0, "export: columns that share a scale; 0: as the format has it", at_least=0
     )
     algorithm: str = key(
         "", "quantize: how codes are found, gptq or correct,gptq say; unset: rounded"

@@ -130,6 +130,14 @@ def quantize(config: Config, source: str, say=print) -> pathlib.Path:
     """Writes the quantized checkpoint of `source` and returns its folder."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder = _check(config, source)
+    published = huggingface.folder_in(source)
+    if published and codes.has_codes(
+        huggingface.arrays(published, section(config, Model))
+    ):
+        say(
+            f"{source} is quantized already: what its codes stand for is rounded again, "
+            "and loses twice. Take the float model where there is one."
+        )
     # Solved weights are kept here, to go on from after a kill.
     solved = folder.with_name(f"{folder.name}.solved")
     if config.algorithm:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from midtread.lm import (
     checkpoint,
+    codes,
     compare,
     convert,
     data,
@@ -78,7 +79,10 @@ def _same_file(here: str, there: str) -> bool:
 
 
 def _judge(path: str, config: Config, batches: list, bytes_per_token: float) -> Judged:
-    parts = step.take_apart(convert.load(config, path))
+    model = convert.load(config, path)
+    quantized = config.quantization or ("quant" if config.quant else "")
+    what = quantized or ", ".join(codes.formats(model)) or "float"
+    parts = step.take_apart(model)
     loss = step.mean_loss(step.make_eval(parts), parts.learned, parts.kept, batches)
     bits = loss / math.log(2) / bytes_per_token
     weights = convert.nbytes(
@@ -86,7 +90,6 @@ def _judge(path: str, config: Config, batches: list, bytes_per_token: float) -> 
     )
     name = pathlib.Path(path).resolve().name
     name = config.run_name if name.isdigit() else name
-    what = config.quantization or ("quant" if config.quant else "float")
     judged = Judged(name, what, loss, math.exp(min(loss, 700)), bits, weights)
     judged = judged._replace(
         window=config.max_target_length,

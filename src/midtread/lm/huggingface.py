@@ -263,12 +263,12 @@ def export(
     origin, is_coded = folder_in(run), convert.is_quantized(run)
     if kind == "hf":
         require(
-            not config.group_size, "group_size says nothing with format=hf: drop it."
-        )
-        require(
             not is_coded,
             f"{run} is quantized, and format=hf holds floats: give the float run, or a "
             f"format that holds codes: {', '.join(formats()[1:])}.",
+        )
+        require(
+            not config.group_size, "group_size says nothing with format=hf: drop it."
         )
     with refusing():
         if origin is not None:
@@ -284,7 +284,8 @@ def export(
     with tempfile.TemporaryDirectory() as held, refusing():
         _write_tokenizer(config, origin, pathlib.Path(held))
         also = sorted(pathlib.Path(held).iterdir())
-        size = config.group_size or None
+        # a run that `midtread quantize` made has the groups that its config says
+        size = None if is_coded else config.group_size or None
         return others.export(source, folder, kind, group_size=size, also=also, say=say)
 
 

@@ -366,6 +366,12 @@ def provider(config: Config) -> QuantizationProvider | None:
         "replicate_quant_scale=true is about the scales of stored weights; training makes "
         "its own in every step. Drop it; generate and eval take it, with mesh.",
     )
+    require(
+        not config.group_size,
+        f"group_size={config.group_size} is about stored weights: training takes it from "
+        "rules, quant=[{weight_qtype: int4, tile_size: 32}] say. Drop it; quantize, "
+        "generate, eval and export take it.",
+    )
     rules_asked = rules(config)
     if not rules_asked:
         return None
@@ -389,9 +395,19 @@ def serving(config: Config) -> PtqProvider | None:
     )
     rules_asked = rules(config)
     if not rules_asked:
+        require(
+            not config.group_size,
+            f"group_size={config.group_size} says nothing of float weights: write "
+            "quantization=int4w beside it, or drop it.",
+        )
         return None
     value = value_of(config)
     if config.quantization == "intmp" or value is None:
+        require(
+            not config.group_size,
+            f"group_size={config.group_size}: rules of your own, and those of intmp, have "
+            "tile_size for that. Drop it.",
+        )
         return PtqProvider(rules_asked)
     require(
         value.serves,
@@ -399,12 +415,18 @@ def serving(config: Config) -> PtqProvider | None:
         f"{', '.join(k for k, v in VALUES.items() if any(x.serves for x in v))}, intmp.",
     )
     if value.serves == FORWARD:
+        require(
+            not config.group_size,
+            f"group_size={config.group_size}: quantization={config.quantization} has one "
+            "scale for a weight. Drop it, or write int4w, int8w, int8, fp8 ...",
+        )
         return PtqProvider(rules_asked)
     weight, act = value.serves or (None, None)
     plain = {
         "weight_qtype": weight,
         "act_qtype": act,
         "act_static_scale": None,
+        "tile_size": config.group_size or None,
     }
     base = [
         QuantizationRule(module_path=r.module_path)
