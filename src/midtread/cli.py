@@ -109,13 +109,18 @@ def _generate(words: Sequence[str]) -> None:
     _keep_compiled(config.jax_cache_dir)
     codec = tokenizer(config)
     checkpoint.require_same_tokenizer(path, codec)
+    convert.require_room(config, path)
     model = convert.load(config, path)
     if not config.mesh:  # on a mesh, layers are gathered one by one as they are scanned
         model = decode.prepare(model)
     is_chat = bool(codec.chat) and config.use_chat_template
-    terminal.stream(config.prompt[0] + ("\n" if is_chat else ""))
-    result = generate(model, codec, config, on_text=terminal.stream)
-    terminal.stream("\n")
+    # The prompt is printed with the first piece: before that comes what is wrong.
+    waiting = [config.prompt[0] + ("\n" if is_chat else "")]
+    on_text = lambda piece: (
+        terminal.stream("".join([*waiting, piece])) or waiting.clear()
+    )
+    result = generate(model, codec, config, on_text=on_text)
+    on_text("\n")
     for text in result.texts[1:]:
         terminal.say(f"---\n{text}")
     terminal.say(
@@ -327,6 +332,21 @@ def _joined(words: Sequence[str]) -> list[str]:
     return out
 
 
+# What to write where a verb ran out of memory.
+LESS = {
+    "train": "a smaller batch_size, remat_policy=full or optimizer_states=int8",
+    "generate": "fewer decode_slots or max_new_tokens, quantize_kvcache=true, or fewer bits",
+}
+
+
+def _out_of_memory(verb: str, error: Exception) -> str:
+    """Returns what a device said when its memory was used up, and what would help."""
+    from midtread.lm.config import first_line
+
+    said = first_line(error).rpartition("RESOURCE_EXHAUSTED:")[2].strip().rstrip(".")
+    return f"{said}. What would help: {LESS.get(verb, 'a smaller batch_size')}."
+
+
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -363,6 +383,11 @@ def _main(words: list[str]) -> int:
         advice = "run `pip install '.[train]'` in Midtread's folder."
         what = f"this needs the package {package}: {advice}" if package else error
         print(f"error: {what}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: {_out_of_memory(verb, error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint.")

@@ -1,5 +1,6 @@
 """Many tokens a call, slots that are used again, prompts in chunks: the same tokens."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 import midtread as mt
 from midtread.kernels.environment import pretended
 from midtread.kernels.pallas_compat import pretend_gpu
-from midtread.lm import convert, data, decode, model, settings
+from midtread.lm import convert, data, decode, model, room, settings
 from midtread.lm import generate as generating
 from midtread.lm.config import Model, UsageError, section
 
@@ -192,6 +193,9 @@ MISTAKES = {
     "too long": (lambda s: s.prefill({0: [1] * 30}, 8), "do not fit a cache of 32"),
     "empty": (lambda s: s.prefill({0: []}, 8), "prompt is empty"),
     "no such slot": (lambda s: s.prefill({7: [1]}, 8), "slot 7 is not free"),
+    "no token": (lambda s: s.prefill({0: [1, 999]}, 8), "token \\[999\\] of a prompt"),
+    "nothing": (lambda s: s.prefill({0: [1]}, 0), "prefill makes the first token"),
+    "no step": (lambda s: s.step(0), "a step makes one token at least"),
 }
 
 
@@ -206,5 +210,27 @@ def test_a_stop_that_is_no_token(net, config):
     with pytest.raises(UsageError, match="none of the model's"):
         served(net, config, stops=[100000])
     bad = settings.load([*WORDS, "stop=[two words]"])
-    with pytest.raises(UsageError, match="stop='two words' is 9 tokens"):
-        generating.stop_tokens(bad, data.tokenizer(bad))
+    codec = data.tokenizer(bad)
+    with pytest.raises(UsageError, match=r"stop='two words' is 9 tokens.*stop=\['s'\]"):
+        generating.stop_tokens(bad, codec)
+    guesses = dataclasses.replace(
+        codec, encode=lambda text: [0]
+    )  # all is unknown to it
+    with pytest.raises(UsageError, match="stop='two words' is no token of byte"):
+        generating.stop_tokens(bad, guesses)
+
+
+def test_no_room_for_a_cache(net, config, monkeypatch):
+    """One layer has 2 x 32 numbers a token in float32, and there are two."""
+    free = 512 * 100
+    monkeypatch.setattr(room, "bytes_free", lambda: free)
+    m = section(config, Model)
+    make = lambda **options: decode.Server(net, m, **options)
+    needs = 4 * 2 * 2 * m.num_kv_heads * m.head_dim
+    tokens = free // needs
+    with pytest.raises(UsageError) as error:
+        make(slots=4, length=tokens // 2)
+    assert f"decode_slots=2, or {tokens // 4:,} tokens each" in str(error.value)
+    with pytest.raises(UsageError, match=f"What would fit: {tokens:,} tokens, prompt"):
+        make(slots=1, length=tokens + 1)
+    make(slots=1, length=tokens)

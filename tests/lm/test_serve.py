@@ -19,7 +19,7 @@ from midtread import cli
 from midtread.interop import orbax as interop
 from midtread.kernels.decode_attention import triton as attention
 from midtread.kernels.environment import implementation
-from midtread.lm import build, cache, calibrate, convert, data, model, settings
+from midtread.lm import build, cache, calibrate, convert, data, model, room, settings
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.decode import Sampling, choose
 from midtread.lm.generate import generate
@@ -270,6 +270,15 @@ WRONG = {
         ["train", "tiny", "quantization=int8w", "group_size=32"],
         "group_size=32 is about stored weights",
     ),
+    "a stop of two": (["generate", "{run}", "stop=[ab]"], "a stop is one: write"),
+    "no such cache": (
+        ["generate", "{run}", "quantize_kvcache=true", "kv_quant_dtype=int2"],
+        "int8 | int4 | fp8",
+    ),
+    "a cache without end": (
+        ["generate", "{run}", "max_new_tokens=1000000000000"],
+        "What would fit: ",
+    ),
 }
 
 
@@ -284,6 +293,36 @@ def test_what_is_wrong_is_one_line(run, case, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert expected.format(run=run) in error
+
+
+def test_weights_without_room_are_one_line(run, capsys, monkeypatch):
+    monkeypatch.setattr(room, "bytes_free", lambda: 40_000)
+    assert cli.main(["generate", run]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the weights need ") and error.count("\n") == 1
+    assert "and cpu has 40.0 kB left" in error and "weight_dtype=bfloat16 (3" in error
+    assert (
+        f"`midtread quantize {run} quantization=int4w`, and its checkpoint (" in error
+    )
+    if not convert.is_quantized(f"{run}-int8w"):
+        cli.main(["quantize", run, "quantization=int8w"])
+    monkeypatch.setattr(room, "bytes_free", lambda: 20_000)
+    assert cli.main(["generate", f"{run}-int8w"]) == 2
+    assert "fit: mesh=fsdp:-1 with more devices" in capsys.readouterr().err
+
+
+def test_memory_that_runs_out_on_the_way_is_one_line(run, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes."
+        )
+
+    monkeypatch.setattr("midtread.lm.decode.complete", fail)
+    assert cli.main(["generate", run]) == 2
+    assert capsys.readouterr().err == (
+        "error: Out of memory while trying to allocate 12 bytes. What would help: fewer "
+        "decode_slots or max_new_tokens, quantize_kvcache=true, or fewer bits.\n"
+    )
 
 
 # --- caches -----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Run:
         "where the command line keeps compiled programs; '': nowhere",
     )
     check_memory: bool = key(
-        True, "train, bench: refuse what needs more memory than a device has"
+        True, "train, bench, generate: refuse what needs more memory than a device has"
     )
 
 

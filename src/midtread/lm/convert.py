@@ -16,6 +16,7 @@ what quantizing in memory would have given, bit for bit. A damaged file is refus
 mesh, every device reads its own part.
 """
 
+import dataclasses
 import json
 import logging
 import pathlib
@@ -28,7 +29,7 @@ import jax
 from flax import nnx
 
 from midtread.interop import orbax as interop
-from midtread.lm import checkpoint, codes, huggingface, quantization, settings
+from midtread.lm import checkpoint, codes, huggingface, quantization, room, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
 from midtread.lm.config import Config, Model, UsageError, first_line, require, section
@@ -65,6 +66,44 @@ def in_memory(config: Config, model: nnx.Module) -> nnx.Module:
     if provider is None:
         return model
     return quantize_model(model, provider, some_tokens(config), donate=True)
+
+
+def require_room(config: Config, path: str) -> None:
+    """Refuses to load a model that the device has no room for, and says what would fit. A
+    float checkpoint is there in float before it is quantized."""
+    if not config.check_memory or config.mesh:
+        return
+    needed = _bytes_to_load(config, path)
+    if room.fits(needed):
+        return
+    helps = {}
+    if not is_quantized(path):
+        changes: dict[str, Any] = {"weight_dtype": "bfloat16"}
+        helps["weight_dtype=bfloat16"] = _float_bytes(config, **changes)
+        for value in ("int8w", "int4w"):
+            served = dataclasses.replace(config, quantization=value, quant=())
+            word = (
+                f"`midtread quantize {path} quantization={value}`, and its checkpoint"
+            )
+            helps[word] = nbytes(nnx.state(abstract(served), nnx.Param))
+    raise UsageError(room.no_weights(needed, helps))
+
+
+def _bytes_to_load(config: Config, path: str) -> int:
+    """Returns the bytes of weights that are there at once while a checkpoint is loaded."""
+    if is_quantized(path):
+        return json.loads((pathlib.Path(path) / FILE).read_text())["bytes"]
+    published, needed = huggingface.folder_in(path), _float_bytes(config)
+    if published is None:
+        return needed
+    is_file = published.is_file()
+    on_disk = published.stat().st_size if is_file else checkpoint.nbytes(published)
+    return min(needed, on_disk)  # codes, maybe: these take what the files do
+
+
+def _float_bytes(config: Config, **changes: Any) -> int:
+    m = dataclasses.replace(section(config, Model), **changes)
+    return nbytes(nnx.state(models.abstract(m), nnx.Param))
 
 
 def load(config: Config, path: str) -> nnx.Module:

@@ -36,6 +36,7 @@ import numpy as np
 from flax import nnx
 
 from midtread.lm import cache as kv
+from midtread.lm import room
 from midtread.lm.config import Model, UsageError, require
 from midtread.lm.join import join
 from midtread.lm.model import Stack, Transformer
@@ -234,7 +235,8 @@ class Server:
         cache_format: format and scales of the cache (`lm/cache.py`); None: the compute dtype.
 
     Raises:
-        UsageError: No room: the bytes that the cache needs.
+        UsageError: A stop that is no token; or no room for the cache: what it needs, and
+            what would fit.
     """
 
     def __init__(
@@ -249,15 +251,19 @@ class Server:
         seed: int = 0,
         cache_format: tuple[str, str] | None = None,
     ):
+        require(slots > 0, f"slots={slots}: a server has one at least.")
+        require(length > 0, f"length={length}: a slot has room for one token at least.")
         for token in stops:
             require(
                 0 <= token < m.vocab_size,
-                f"stop token {token} is none of the model's {m.vocab_size} tokens.",
+                f"stop token {token} is none of the model's tokens: they are 0 to "
+                f"{m.vocab_size - 1}.",
             )
         graph, state = nnx.split(model)
         self._weights, treedef = jax.tree.flatten(state)
         self._program = _program(graph, treedef, sampling, tuple(map(int, stops)))
-        self.length, self._seed = length, jax.random.key(seed)
+        self.length, self._vocab_size = length, m.vocab_size
+        self._seed = jax.random.key(seed)
         cache = _cache(model, m, slots, length, cache_format)
         self.cache_bytes = kv.nbytes(cache)
         zeros = lambda: jnp.zeros(slots, jnp.int32)
@@ -288,8 +294,9 @@ class Server:
         Raises:
             UsageError: A slot that is not free, an empty prompt, or one that leaves no room.
         """
+        require(allowed > 0, f"allowed={allowed}: prefill makes the first token.")
         for slot, prompt in prompts.items():
-            self._check(slot, len(prompt), allowed)
+            self._check(slot, prompt, allowed)
         rows = np.array(list(prompts), np.int32)
         lengths = np.array([len(p) for p in prompts.values()], np.int32)
         width = int(lengths.max())
@@ -318,12 +325,19 @@ class Server:
         self._left = np.array(self._slots.left)
         return dict(zip(prompts, np.asarray(new).tolist()))
 
-    def _check(self, slot: int, length: int, allowed: int) -> None:
+    def _check(self, slot: int, prompt: Sequence[int], allowed: int) -> None:
+        length = len(prompt)
         require(
             0 <= slot < len(self._left) and not self._left[slot],
             f"slot {slot} is not free: those that are free are {self.free}.",
         )
         require(length > 0, "prompt is empty: give at least one token.")
+        outside = [t for t in prompt if not 0 <= t < self._vocab_size]
+        require(
+            not outside,
+            f"token {outside[:1]} of a prompt is none of the model's: they are 0 to "
+            f"{self._vocab_size - 1}.",
+        )
         require(
             length + allowed - 1 <= self.length,
             f"a prompt of {length} tokens and {allowed} new ones do not fit a cache of "
@@ -335,7 +349,11 @@ class Server:
 
         Returns:
             The new tokens by slot, of slots that were not done; a stop token is the last.
+
+        Raises:
+            UsageError: A count below 1.
         """
+        require(count > 0, f"count={count}: a step makes one token at least.")
         busy = np.flatnonzero(self._left)
         made, left, self._slots = self._program.go_on(
             self._weights, self._slots, self._seed, count
@@ -360,18 +378,17 @@ class Server:
 
 
 def _cache(model, m: Model, slots: int, length: int, cache_format) -> dict[str, Any]:
+    make = lambda: kv.make(
+        m, slots, length, cache_format, stacked=model.decoder.scanned
+    )
+    needed = kv.nbytes(jax.eval_shape(make))
+    require(room.fits(needed), room.no_cache(slots, length, needed))
     try:
-        stacked = model.decoder.scanned
-        return kv.make(m, slots, length, cache_format, stacked=stacked)
+        return make()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        shapes = jax.eval_shape(lambda: kv.make(m, slots, length, cache_format))
-        raise UsageError(
-            f"a cache of {slots} x {length} tokens needs {kv.nbytes(shapes):,} bytes, which "
-            "the device does not have: fewer prompts at once (decode_slots), fewer "
-            "max_new_tokens, or quantize_kvcache=true."
-        ) from None
+        raise UsageError(room.no_cache(slots, length, needed)) from None
 
 
 def complete(

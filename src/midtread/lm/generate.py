@@ -40,11 +40,17 @@ def cache_format(config: Config) -> tuple[str, str] | None:
 def stop_tokens(config: Config, codec: Tokenizer) -> tuple[int, ...]:
     """Returns the tokenizer's end marks, and what the key `stop` adds to them."""
     stops = [*codec.stops]
+    unknown = list(codec.encode("\ue000"))  # a letter that no text has
     for word in config.stop:
         tokens = list(codec.encode(word))
         require(
+            tokens != unknown,
+            f"stop={word!r} is no token of {codec.name}: write one that is.",
+        )
+        require(
             len(tokens) == 1,
-            f"stop={word!r} is {len(tokens)} tokens of {codec.name}, and a stop is one.",
+            f"stop={word!r} is {len(tokens)} tokens of {codec.name}, and a stop is one: "
+            f"write one of its tokens, such as stop={[codec.decode(tokens[-1:])]}.",
         )
         stops += map(int, tokens)
     return tuple(dict.fromkeys(stops))

@@ -5,6 +5,8 @@ GPU says its limit, a CPU's devices share what the system has left. A run that d
 is refused in one line, with the numbers and with the keys that would help, each with what it
 saves. Activations take a trace of the model to count, so they are counted only where a bound
 that is easily found leaves a doubt.
+
+The same for serving: weights before they are loaded, a cache before it is made.
 """
 
 import dataclasses
@@ -35,6 +37,18 @@ def bytes_here() -> int | None:
     if device.platform != "cpu":
         return None
     return _available() // jax.local_device_count()
+
+
+def bytes_free() -> int | None:
+    """Returns the bytes that this machine's first device has left, or None if it does not
+    say."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _available()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
 
 
 def _available() -> int:
@@ -126,3 +140,52 @@ def _with(config: Config, on: Mapping[str, int], keys: dict[str, str]) -> int:
     if all(getattr(config, k) == v for k, v in keys.items()):
         return _static(config, on)
     return _static(dataclasses.replace(config, **keys), on)
+
+
+# --- serving ----------------------------------------------------------------------------------
+
+
+def fits(needed: int) -> bool:
+    """Returns whether the device has so many bytes left, or does not say."""
+    free = bytes_free()
+    return free is None or needed <= free
+
+
+def no_weights(needed: int, helps: Mapping[str, int]) -> str:
+    """Says that there is no room for weights, and what would fit.
+
+    Args:
+        needed: their bytes while they are loaded.
+        helps: what to write instead -> the bytes that it needs.
+    """
+    free, size = bytes_free() or 0, lambda n: human(n, "B")
+    fitting = [f"{word} ({size(n)})" for word, n in helps.items() if n <= free]
+    advice = "; ".join([*fitting, "mesh=fsdp:-1 with more devices"])
+    device = jax.local_devices()[0].device_kind
+    return (
+        f"the weights need {size(needed)}, and {device} has {size(free)} left. What would "
+        f"fit: {advice}; check_memory=false tries all the same."
+    )
+
+
+def no_cache(slots: int, length: int, needed: int) -> str:
+    """Says that there is no room for a cache of `slots` x `length` tokens, and what would
+    fit."""
+    text, free = (
+        f"a cache of {slots} x {length:,} tokens needs {human(needed, 'B')}",
+        bytes_free(),
+    )
+    if free is None or needed <= free:
+        return (
+            f"{text}, which the device does not have: fewer prompts at once "
+            "(decode_slots), fewer max_new_tokens, or quantize_kvcache=true."
+        )
+    device = jax.local_devices()[0].device_kind
+    tokens = free * slots * length // needed
+    fits = f"{tokens:,} tokens"
+    if tokens >= length:
+        fits = f"decode_slots={tokens // length}, or {tokens // slots:,} tokens each"
+    return (
+        f"{text}, and {device} has {human(free, 'B')} left. What would fit: {fits}, prompt "
+        "and max_new_tokens together; quantize_kvcache=true has a half or a quarter of it."
+    )
