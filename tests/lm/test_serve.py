@@ -275,6 +275,10 @@ WRONG = {
         ["generate", "{run}", "quantize_kvcache=true", "kv_quant_dtype=int2"],
         "int8 | int4 | fp8",
     ),
+    "a static range": (
+        ["generate", "{run}", "quant=[{{act_qtype: int8, act_static_scale: true}}]"],
+        "rule 0 ('.*') has act_static_scale",
+    ),
     "a cache without end": (
         ["generate", "{run}", "max_new_tokens=1000000000000"],
         "What would fit: ",

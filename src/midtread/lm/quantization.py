@@ -401,6 +401,12 @@ def serving(config: Config) -> PtqProvider | None:
             "quantization=int4w beside it, or drop it.",
         )
         return None
+    for i, rule in enumerate(rules_asked):
+        require(
+            not rule.act_static_scale,
+            f"quant: rule {i} ({rule.module_path!r}) has act_static_scale, and a served "
+            "model quantizes activations as they come: drop it.",
+        )
     value = value_of(config)
     if config.quantization == "intmp" or value is None:
         require(
