@@ -10,12 +10,15 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import midtread as mt
+from midtread import cli
 from midtread.interop import gguf, quantized
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures, codes, settings
+from midtread.lm import architectures, codes, convert, settings
+from midtread.lm import eval as evals
 from midtread.lm.config import Model, section
 from midtread.model.boxes import WithAux
 from midtread.numerics.qarray import QArray
@@ -96,6 +99,7 @@ def adapted(model, where, ids):
     graph, lora, base = nnx.split(model, nnx.LoRAParam, ...)
 
     def loss(lora, base):
+        base = jax.tree.map(lambda x: x, base)  # variables of this trace
         logits = nnx.merge(graph, lora, base)(ids).logits
         picked = jnp.take_along_axis(
             jax.nn.log_softmax(logits[:, :-1]), ids[:, 1:, None], -1
@@ -138,3 +142,115 @@ def test_every_format_runs_and_takes_adapters():
     assert len(learned) == len(placed)
     for path, g in learned.items():
         assert np.isfinite(g.get_value()).all() and np.any(g.get_value()), path
+
+
+# --- DeepSeek-V3 and gpt-oss as they are published --------------------------------------------
+
+SMALL = {"vocab_size": 264, "hidden_size": 160, "max_position_embeddings": 64,
+         "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
+CONFIGS = {
+    "deepseek_v3": {
+        **SMALL, "intermediate_size": 192, "first_k_dense_replace": 1, "q_lora_rank": 32,
+        "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 144, "norm_topk_prob": True,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic",
+                                "fmt": "e4m3", "weight_block_size": [128, 128]},
+    },
+    "gpt_oss": {
+        **SMALL, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+}  # fmt: skip
+
+
+def in_blocks(name, w):
+    """A matrix as DeepSeek has it: e4m3, and a scale for every 128 x 128."""
+    if w.ndim != 2 or any(part in name for part in ("embed", "lm_head", "mlp.gate.")):
+        return {name: w}, {name: w}
+    whole = np.pad(w, [(0, -n % 128) for n in w.shape])
+    tiles = whole.reshape(len(whole) // 128, 128, -1, 128)
+    scale = (np.abs(tiles).max((1, 3)) / 448).astype(np.float32)
+    wide = np.repeat(np.repeat(scale, 128, 0), 128, 1)[: w.shape[0], : w.shape[1]]
+    codes = (w / wide).astype(jnp.float8_e4m3fn)
+    stands_for = codes.astype(np.float32) * wide
+    return {name: codes, f"{name}_scale_inv": scale}, {name: stands_for}
+
+
+def in_mxfp4(name, w):
+    """Experts [experts, in, out] as gpt-oss has them: e2m1 and exponents per 32."""
+    if w.ndim != 3:
+        return {name: w}, {name: w}
+    x = w.swapaxes(1, 2).reshape(len(w), w.shape[2], -1, 32)
+    power = np.floor(np.log2(np.abs(x).max(-1, keepdims=True))) - 2
+    codes = (x / 2.0**power).astype(jnp.float4_e2m1fn)
+    stands_for = (codes.astype(np.float32) * 2.0**power).reshape(x.shape[:2] + (-1,))
+    nibbles = codes.view(np.uint8)
+    blocks = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+    scales = (power[..., 0] + 127).astype(np.uint8)
+    stands_for = np.ascontiguousarray(stands_for.swapaxes(1, 2), np.float32)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, {name: stands_for}
+
+
+PACKED = {"deepseek_v3": in_blocks, "gpt_oss": in_mxfp4}
+
+
+@pytest.fixture(params=list(CONFIGS), scope="module")
+def published(request, tmp_path_factory):
+    """A folder as it is published, and one of what its codes stand for."""
+    name, place = request.param, tmp_path_factory.mktemp(request.param)
+    about = {"model_type": name, **CONFIGS[name]}
+    m = Model(**architectures.settings_of(about, name))
+    table = architectures.table(m, architectures.BY_TYPE[name])
+    rng, tree = np.random.default_rng(2), {}
+    for path, shape in architectures.shapes(m).items():
+        drawn = rng.normal(size=shape.shape).astype(np.float32)
+        is_scale = path.endswith("scale")
+        tree[path] = 1 + drawn / 9 if is_scale else drawn * shape.shape[-1] ** -0.5
+    source = hf.Tree(tree, table)
+    coded, floats = {}, {}
+    for tensor in source.tensors:
+        one, other = PACKED[name](tensor, source.read(tensor))
+        coded |= {k: np.ascontiguousarray(v) for k, v in one.items()}
+        floats |= other
+    hf.write_tensors(place / "coded", coded, about)
+    del about["quantization_config"]
+    hf.write_tensors(place / "float", floats, about)
+    return place
+
+
+WORDS = ("dtype=float32", "max_target_length=16")
+
+
+def load(path):
+    ((_, config),) = settings.load_checkpoints([str(path), *WORDS])
+    return convert.load(config, str(path))
+
+
+def test_a_published_model_runs_and_takes_adapters(published):
+    model, ids = load(published / "coded"), tokens(264)
+    want = nnx.jit(lambda net, ids: net(ids).logits)(load(published / "float"), ids)
+    formats = {"float8_e4m3fn"} if "deepseek" in str(published) else {"mxfp4"}
+    assert {*codes.formats(model)} == formats
+    got, before, after, _ = adapted(model, ".*self_attention.*", ids)
+    np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+    assert after < before
+
+
+def test_a_published_model_is_judged_and_asked(
+    published, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("text.txt").write_text("It is judged by a text of its own. " * 8)
+    words = ["dataset_path=text.txt", "eval_steps=1", "batch_size=2", *WORDS]
+    paths = [str(published / kind) for kind in ("coded", "float")]
+    one, other = evals.evaluate(settings.load_checkpoints([*paths, *words]))
+    assert one.quantization in ("float8_e4m3fn", "mxfp4")
+    assert one.weight_bytes < 0.7 * other.weight_bytes
+    np.testing.assert_allclose(one.loss, other.loss, rtol=1e-4)
+    asked = ["generate", paths[0], "prompt=a text", "max_new_tokens=3", *WORDS]
+    assert cli.main(asked) == 0
+    assert "tokens/s" in capsys.readouterr().out

@@ -44,8 +44,11 @@ def find_fp8(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         read = lambda arrays, w=weight: read_fp8(arrays, tuple(block), w)
         weights[weight] = Weight(shape, {"weight": weight, "scale": name}, read)
     notes = ()
-    if config.get("activation_scheme") == "static":
-        notes = ("Activations were calibrated; here their range is found anew.",)
+    if scheme := config.get("activation_scheme"):
+        notes = (
+            f"Activations stay in float: activation_scheme is {scheme!r}, and its makers "
+            "round them to e4m3 too.",
+        )
     unused = frozenset(n for n in tensors if n.endswith(".input_scale"))
     return Found(weights, unused, notes)
 
