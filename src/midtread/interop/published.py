@@ -43,12 +43,10 @@ def find_fp8(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         layouts.expect(name, "shape", tuple(tensors[name].shape), wanted)
         read = lambda arrays, w=weight: read_fp8(arrays, tuple(block), w)
         weights[weight] = Weight(shape, {"weight": weight, "scale": name}, read)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if scheme := config.get("activation_scheme"):
-        notes = (
-            f"Activations stay in float: activation_scheme is {scheme!r}, and its makers "
-            "round them to e4m3 too.",
-        )
+        note = f"Activations stay in float; activation_scheme={scheme!r} rounds them too."
+        notes = (note,)
     unused = frozenset(n for n in tensors if n.endswith(".input_scale"))
     return Found(weights, unused, notes)
 
