@@ -45,7 +45,9 @@ def find_fp8(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         weights[weight] = Weight(shape, {"weight": weight, "scale": name}, read)
     notes: tuple[str, ...] = ()
     if scheme := config.get("activation_scheme"):
-        note = f"Activations stay in float; activation_scheme={scheme!r} rounds them too."
+        note = (
+            f"Activations stay in float; activation_scheme={scheme!r} rounds them too."
+        )
         notes = (note,)
     unused = frozenset(n for n in tensors if n.endswith(".input_scale"))
     return Found(weights, unused, notes)
