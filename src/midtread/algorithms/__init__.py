@@ -11,8 +11,10 @@ and one weight at a time is solved for, given what was collected.
     gptq.py       codes by error feedback, then descent on codes and scales
     correct.py    targets that make up for errors of earlier layers
     smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
+    bias.py       biases that take back the mean of an error
     hqq.py        zero points and scales without data
     learn.py      codes and scales of all weights together, by gradients
+    served.py     what is quantized in a model, and codes put into it
     calibrate.py  all of it: float model and data in, quantized model out
     resume.py     solved weights in a folder, to go on after a kill
     report.py     what that did to every weight

@@ -28,6 +28,7 @@ Algorithms are named in the order in which they act on a weight:
     clip       nearest, under scales searched by weighted error         (clip.py)
     hqq        nearest, under scales and zero points robust to outliers (hqq.py)
     gptq       error feedback and descent, under searched scales        (gptq.py)
+    bias       then biases make up for the mean of each layer's error   (bias.py)
     and, when all weights are solved,
     learn      codes and scales of all of them, by gradients            (learn.py)
 """
@@ -41,29 +42,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from flax import nnx
 
-from midtread.algorithms import clip, collect, correct, gptq, hqq, learn, reach, smooth
+from midtread.algorithms import (
+    bias,
+    clip,
+    collect,
+    correct,
+    gptq,
+    hqq,
+    learn,
+    reach,
+    served,
+    smooth,
+)
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
 from midtread.algorithms.report import Report, Row
 from midtread.algorithms.resume import Kept
 from midtread.algorithms.weight import as_matrices, over_inputs
-from midtread.model import flaxlib
-from midtread.model.boxes import WithAux
 from midtread.model.coverage import format_text
-from midtread.model.quantize import quantize_model
 from midtread.model.rules import did_you_mean
 from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
-from midtread.providers.params import quantize_params, value_at
 from midtread.providers.ptq import PtqProvider
 
 BEFORE = ("correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
-AFTER = ("learn",)
+AFTER = ("bias", "learn")
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
 ROWS = 64  # rows for every input are enough for moments of sums over tokens
 
@@ -196,9 +203,9 @@ def calibrate(
     if len(targets) != len(batches):
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
     started = time.time()
-    quantized, boxes = _quantize(model, provider, batches[0], params, method)
+    quantized, boxes = served.quantize(model, provider, batches[0], params, method)
     program, floats = trace(model, batches[0], params=params, method=method)
-    chosen = _chosen(program, boxes, rounding, before)
+    chosen = served.chosen_sites(program, boxes, rounding, before)
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
     work = _Work(
         program, floats, boxes, chosen, batches, before, rounding, after, options
@@ -208,7 +215,9 @@ def calibrate(
         work.weigh_tokens(loss, targets, say)
     solved = work.run(kept, say)
     for path, arrays in solved.items():
-        quantized = _put(quantized, path, arrays, boxes[path])
+        quantized = served.put(quantized, path, arrays, boxes[path])
+    for path, value in work.biases.items():
+        quantized = served.put_bias(quantized, path, value)
     report = work.report(tuple(algorithms), time.time() - started)
     if isinstance(model, nnx.Module):
         return Calibrated(quantized, None, report)
@@ -278,76 +287,6 @@ def _check(batches: list[Any]) -> None:
                 raise ValueError(f"batch {number} holds numbers that are not finite.")
 
 
-def _quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
-    """(the model rounded to nearest, {path: box} of its quantized weights)."""
-    if not isinstance(provider, PtqProvider):
-        raise TypeError(
-            f"calibrate serves a model: give it a PtqProvider, not {provider!r}."
-        )
-    args, kwargs = as_call(batch)
-    if isinstance(model, nnx.Module):
-        quantized = quantize_model(model, provider, *args, methods=(method,), **kwargs)
-        boxes = {
-            (*path, name): flaxlib.unbox(box)
-            for path, module in nnx.iter_modules(quantized)
-            for name, box in vars(module).items()
-            if isinstance(box, WithAux)
-        }
-    elif isinstance(model, nn.Module):
-        if params is None or "params" not in params:
-            raise ValueError(
-                "a Linen model needs its variables: params={'params': ...}."
-            )
-        import flax
-
-        wrapped = quantize_model(model, provider, methods=(method,))
-        init = lambda key: wrapped.init(key, *args, method=method, **kwargs)
-        shapes = jax.eval_shape(init, jax.random.key(0))
-        tree = quantize_params(
-            flax.core.unfreeze(flaxlib.unbox(params["params"])), shapes["params"]
-        )
-        flat = flax.traverse_util.flatten_dict(tree)
-        boxes = {p: box for p, box in flat.items() if isinstance(box, WithAux)}
-        quantized = (wrapped, {**params, "params": tree})
-    else:
-        raise TypeError(
-            f"calibrate takes flax.linen and flax.nnx modules, not {type(model).__name__}."
-        )
-    text = provider.unused_rules_text()
-    if text:
-        raise ValueError(text)
-    boxes = {p: box for p, box in boxes.items() if isinstance(box.array, QArray)}
-    if not boxes:
-        raise ValueError("the provider's rules quantize no weight of this model.")
-    return quantized, boxes
-
-
-def _chosen(program: Program, boxes: dict, rounding: str, before) -> dict[int, Site]:
-    """{number: site} of the weights to solve for: each at its first use."""
-    by_name = {tuple(map(str, path)): path for path in boxes}
-    chosen: dict[int, Site] = {}
-    seen = set()
-    for number, site in enumerate(program.sites):
-        path = by_name.get(tuple(map(str, site.path)))
-        if path is None or (path, site.layer) in seen:
-            continue
-        seen.add((path, site.layer))
-        why = collect.why_not(site)
-        if why and (before or rounding == "gptq"):
-            names = [*before, *[rounding][: rounding == "gptq"]]
-            raise ValueError(
-                f"{site.name}: {names[0]} cannot take this {site.op}: {why}. Leave it out of "
-                "the rules, or calibrate with algorithms=['clip']."
-            )
-        chosen[number] = dataclasses.replace(site, path=path)
-    if not chosen:
-        raise ValueError(
-            "no quantized weight meets a contraction: only look-ups are quantized here, and "
-            "those are rounded to nearest by quantize_model."
-        )
-    return chosen
-
-
 class _Work:
     """One calibration: what is known, and what is solved so far."""
 
@@ -358,6 +297,10 @@ class _Work:
         self.floats, self.boxes, self.chosen = floats, boxes, chosen
         self.batches, self.before, self.rounding = batches, before, rounding
         self.after, self.distances = after, None
+        self.biases: dict[tuple, jax.Array] = {}  # path -> the corrected one
+        wants = chosen if "bias" in after else ()
+        sources = {n: bias.find(program, n) for n in wants}
+        self.bias_of = {n: source for n, source in sources.items() if source}
         self.options: CalibrationOptions = options
         self.weights: list[dict[int, jax.Array]] = []  # of tokens: per batch and site
         self.rows: dict[int, Row] = {}
@@ -383,7 +326,8 @@ class _Work:
 
     @property
     def needs_moments(self) -> bool:
-        return bool(self.before) or self.rounding in ("gptq", "clip")
+        looks = self.rounding in ("gptq", "clip") or "bias" in self.after
+        return looks or bool(self.before)
 
     @property
     def needs_floats(self) -> bool:
@@ -467,8 +411,16 @@ class _Work:
             if v in self.given:
                 values.append(self._operand(self.given[v], solved))
             else:
-                values.append(jnp.asarray(env[v] if v in env else shared[v]))
+                known = env if v in env else shared
+                if solved is not None and v in self.corrected:
+                    known = self.corrected
+                values.append(jnp.asarray(known[v]))
         return values
+
+    @property
+    def corrected(self) -> dict[Any, jax.Array]:
+        """Variable -> the corrected bias that stands for it in the quantized model."""
+        return {self.program.params[path]: b for path, b in self.biases.items()}
 
     def _operand(self, number: int, solved) -> jax.Array:
         """The weight as the contraction takes it; a float one while it is not solved."""
@@ -501,6 +453,7 @@ class _Work:
             [self.program.arrays(batch) for batch in self.batches],
             self.options.learn,
             say,
+            self.corrected,
         )
         return learned
 
@@ -513,7 +466,9 @@ class _Work:
         known = kept.read(number)
         if known is not None:
             say(f"{site.name}: as solved before")
-            return known
+            q, row, shift = known
+            self._shift(number, shift)
+            return q, row
         spec, w = self.boxes[site.path].how, self._float(site)
         stats = None
         if self.needs_moments:
@@ -527,12 +482,29 @@ class _Work:
         q, cost, rounded = self._solve(site, w, spec, stats)
         tokens = 0 if stats is None else int(stats["count"].sum())
         text = format_text(spec.format, tuple(t for _, t in spec.tiled_axes))
+        shift = self._bias_shift(number, q, w, stats)
+        if "bias" in self.after and shift is None:
+            note = f"{note}; no bias to correct".removeprefix("; ")
         row = Row(site.name, site.op, text, tokens, cost, rounded, note)
-        kept.write(number, q, row)
+        kept.write(number, q, row, shift)
+        self._shift(number, shift)
         say(
             f"{site.name}: error {cost:.3g}, rounded {rounded:.3g} ({time.time() - began:.1f} s)"
         )
         return q, row
+
+    def _bias_shift(self, number: int, q, w, stats) -> jax.Array | None:
+        """What the layer's bias is to grow by; None where it has none."""
+        if number not in self.bias_of:
+            return None
+        mean = stats["sum"] / stats["count"][:, None]
+        return bias.shift(w, q, mean, self.chosen[number].axes)
+
+    def _shift(self, number: int, shift: jax.Array | None) -> None:
+        if shift is not None:
+            path, layer = self.bias_of[number]
+            value = self.biases.get(path, self.floats[path])
+            self.biases[path] = value.at[layer].add(shift.astype(value.dtype))
 
     def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
         site, mark = self.program.sites[number], self.program.marks[number]
@@ -659,30 +631,3 @@ def _jitted_moments(site: Site, x, weights, sizes, other):
 
 _moments_of = jax.jit(collect.moments, static_argnums=0)
 _moments_of_heads = jax.jit(collect.moments_of_heads)
-
-
-def _put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
-    """The model, or (model, variables), with solved codes at `path`."""
-    layers = [q for _, q in sorted(arrays, key=lambda pair: pair[0])]
-    depth = len(arrays[0][0])
-    if depth > 1:
-        raise ValueError(f"{path}: layers stacked twice are not calibrated.")
-    q = (
-        layers[0]
-        if not depth
-        else jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
-    )
-    codes = WithAux(q, box.how)
-    if isinstance(quantized, nnx.Module):
-        module = value_at(quantized, path[:-1])
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        first, *_ = jax.tree.leaves(getattr(module, path[-1]), is_leaf=is_variable)
-        boxed = jax.tree.map(lambda v: flaxlib.like(first, v), codes)
-        setattr(module, path[-1], boxed)
-        return quantized
-    import flax
-
-    model, variables = quantized
-    flat = flax.traverse_util.flatten_dict(variables["params"])
-    flat[path] = codes
-    return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}

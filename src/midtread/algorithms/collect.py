@@ -3,6 +3,7 @@
     second moments   H = sum over tokens of weight * x x^T     [E, G, K, K]
     cross moments    C = sum of weight * x (x' - x)^T          x' of the float model
     largest inputs   max |x_k|                                 [E, K]
+    sums             of x_k, but not of experts                [E, K]
 
 For a layer by itself every token has the weight 1, and the error that H measures is that of
 the layer's output. What matters is what the error does further on. To first order a change
@@ -119,7 +120,7 @@ def moments(
         other: the input in the float model, for cross moments.
 
     Returns:
-        "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), and "C".
+        "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), "sum" [E, K], "C".
     """
     X = rows(site, x)
     is_even = weights is None
@@ -148,6 +149,8 @@ def moments(
         )
         count = sizes.astype(jnp.float32)
     stats = {"H": weigh(X), "count": count, "largest": largest}
+    if sizes is None:
+        stats["sum"] = jnp.sum(X, axis=1)
     return stats if gap is None else {**stats, "C": weigh(gap)}
 
 

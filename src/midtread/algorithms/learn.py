@@ -238,6 +238,7 @@ def solve(
     batches: Sequence[list[Any]],
     options: LearnOptions,
     say: Callable[[str], None],
+    others: dict[Any, jax.Array] | None = None,
 ) -> tuple[dict[int, QArray], tuple[float, float]]:
     """Better codes for all weights of a program.
 
@@ -251,6 +252,7 @@ def solve(
         batches: the arrays of every batch.
         options: how it is done.
         say: told how far it is.
+        others: variable -> what else the quantized model has in its place, biases say.
 
     Returns:
         Codes, and the distance over all batches before and after. Where that did not fall,
@@ -258,7 +260,7 @@ def solve(
     """
 
     def far(values: dict[int, jax.Array], params: dict, arrays: list[Any]) -> jax.Array:
-        given = {}
+        given = dict(others or {})
         for number, first in users.items():
             v = program.eqns[program.marks[number]["weight"]].outvars[0]
             w = program.sites[number].as_operand(values[first])

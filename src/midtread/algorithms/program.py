@@ -348,8 +348,11 @@ def _unroll(eqn: Any, inner: Any, values: Sequence[Any]) -> list[Any]:
 ONE_TO_ONE = ("convert_element_type", "reshape", "transpose", "copy", "copy_p", "sharding_constraint", "squeeze", "name", "optimization_barrier")  # fmt: skip
 
 
-def origin(variable: Any, made_by: dict, params: dict) -> tuple[tuple, tuple] | None:
-    """(path, layer) of the parameter that a variable is, None if it is none."""
+def origin(
+    variable: Any, made_by: dict, params: dict, passing: tuple[str, ...] = ONE_TO_ONE
+) -> tuple[tuple, tuple] | None:
+    """(path, layer) of the parameter that a variable is, None if it is none; `passing` are
+    the operations on the way that leave it what it is."""
     paths = {v: path for path, v in params.items()}
     layer: tuple[int, ...] = ()
     while variable not in paths:
@@ -362,7 +365,7 @@ def origin(variable: Any, made_by: dict, params: dict) -> tuple[tuple, tuple] | 
             if before[1:] != after[1:] or after[0] != 1:
                 return None
             layer = (starts[0], *layer)
-        elif eqn.primitive.name not in ONE_TO_ONE:
+        elif eqn.primitive.name not in passing:
             return None
         variable = eqn.invars[0]
     return paths[variable], layer
@@ -475,9 +478,9 @@ def outputs(
 ) -> list[Any]:
     """What the model gives for the arrays of a batch; `given` variables are not computed."""
     given = given or {}
-    env = dict(program.constants) | given
+    env = dict(program.constants)
     env |= {v: params[path] for path, v in program.params.items()}
-    env |= dict(zip(program.inputs, arrays))
+    env |= dict(zip(program.inputs, arrays)) | given
     evaluate([e for e in program.eqns if not given.keys() & set(e.outvars)], env)
     return [v.val if is_literal(v) else env[v] for v in program.outputs]
 

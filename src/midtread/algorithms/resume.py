@@ -13,6 +13,7 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,7 +49,8 @@ class Kept:
             self._file(n).is_file() for n in self.work.chosen
         )
 
-    def read(self, number: int) -> tuple[QArray, Row] | None:
+    def read(self, number: int) -> tuple[QArray, Row, jax.Array | None] | None:
+        """Codes, their row of the report, and what the bias grew by, if it did."""
         if self.folder is None or not self._file(number).is_file():
             return None
         with np.load(self._file(number)) as file:
@@ -59,17 +61,20 @@ class Kept:
                 .reshape(about["shapes"][name])
             )
             parts = {name: part(name) for name in about["dtypes"]}
+        shift = parts.pop("shift", None)
         logical = about["logical"] and tuple(about["logical"])
         q = QArray(**parts, qtype=about["qtype"], logical=logical)
-        return q, Row(**about["row"])
+        return q, Row(**about["row"]), shift
 
-    def write(self, number: int, q: QArray, row: Row) -> None:
+    def write(self, number: int, q: QArray, row: Row, shift: Any = None) -> None:
         if self.folder is None:
             return
         names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
         parts = {
             n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
         }
+        if shift is not None:
+            parts["shift"] = np.asarray(shift)
         about = {
             "dtypes": {n: p.dtype.name for n, p in parts.items()},
             "shapes": {n: p.shape for n, p in parts.items()},
