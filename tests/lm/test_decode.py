@@ -70,10 +70,25 @@ def test_a_slot_takes_the_next_prompt_and_neighbours_change_nothing(net, config)
     assert together == in_turn
 
 
+@pytest.mark.parametrize("rule", [{"weight_qtype": "int4"}, {"act_qtype": "int8"}])
+def test_neighbours_change_nothing_in_few_bits(rule):
+    """In another slot, beside others: the same tokens, bit for bit."""
+    rule = {"weight_qtype": "int8", **rule, "op_names": ("dot_general",)}
+    config = settings.load([*WORDS[:2], "num_decoder_layers=1"])
+    config = dataclasses.replace(config, quant=(rule,))
+    net = convert.in_memory(config, model.create(section(config, Model)))
+    server = served(decode.prepare(net), config, cache_format=("int8", "dkv"))
+    one, *others = PROMPTS
+    first = decode.complete(server, [one, *others], 6)[0]
+    assert decode.complete(server, [[14, 15], [16] * 8, one], 6)[2] == first
+
+
 def test_a_prompt_is_read_in_chunks(net, config, monkeypatch):
+    """All at once, by four tokens, and one by one."""
     whole = decode.complete(served(net, config), PROMPTS, 6)
-    monkeypatch.setattr(decode, "CHUNK", 4)
-    assert decode.complete(served(net, config), PROMPTS, 6) == whole
+    for chunk in (4, 1):
+        monkeypatch.setattr(decode, "CHUNK", chunk)
+        assert decode.complete(served(net, config), PROMPTS, 6) == whole
 
 
 def test_a_stop_token_ends_its_sequence_alone(net, config):
