@@ -139,6 +139,28 @@ def test_what_a_target_cannot_say_is_refused_before_a_byte(folder, tmp_path):
         export.export(folder, first, "fp8")
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "q4_0", "q4_k", "q8_0"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_scales_that_float16_lacks_are_refused_or_listed(tmp_path, name, dtype):
+    """Before a byte is written."""
+    path, said = tmp_path / ("out.gguf" if name.startswith("q") else "out"), []
+    weights = tensors()
+    weights[UP][3, :128] = 1e7
+    write_tensors(
+        tmp_path / "large", {k: v.astype(dtype) for k, v in weights.items()}, CONFIG
+    )
+    with pytest.raises(ValueError, match=f"{UP}: its scale .* is beyond float16"):
+        export.export(Folder(tmp_path / "large"), path, name)
+    assert not list(tmp_path.glob("out*"))
+    weights[UP][3, :256] = 1e-9
+    write_tensors(
+        tmp_path / "small", {k: v.astype(dtype) for k, v in weights.items()}, CONFIG
+    )
+    export.export(Folder(tmp_path / "small"), path, name, say=said.append)
+    assert f"({UP}, ...): scales are float16 there" in said[0]
+    assert not np.any(values(quantized.open_model(path).read(UP))[3])
+
+
 class Killed(Exception):
     pass
 
@@ -159,8 +181,9 @@ class Dying(Folder):
 def test_a_killed_export_goes_on(folder, tmp_path, monkeypatch, name):
     monkeypatch.setattr(export, "FILE_BYTES", 100_000)
     path = tmp_path / ("out.gguf" if name == "q4_k" else "out")
+    looks = 16 if name == "q4_k" else 0  # matrices, whose scales are to fit float16
     source = Dying(folder.path)
-    source.left = 12
+    source.left = looks + 12
     with pytest.raises(Killed):
         export.export(source, path, name)
     assert not path.exists()  # nothing that looks finished
@@ -168,7 +191,7 @@ def test_a_killed_export_goes_on(folder, tmp_path, monkeypatch, name):
     source = Dying(folder.path)
     export.export(source, path, name, say=said.append)
     assert any("going on after" in text for text in said)
-    assert 1000 - source.left < len(folder.tensors)  # it did not begin again
+    assert 1000 - source.left < looks + len(folder.tensors)  # it did not begin again
     whole = tmp_path / f"whole-{path.name}"
     export.export(folder, whole, name)
     if name == "q4_k":

@@ -50,6 +50,15 @@ def test_a_folder_is_read(name):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
+def test_scattered_groups_are_told():
+    """A scale for every column takes more memory than the codes."""
+    source = quantized.open_model(FIXTURES / "gptq-desc_act")
+    assert "every weight has a scale of its own" in source.notes[0]
+    q = source.read("a.weight")
+    assert q.scale.shape == q.shape and q.scale.dtype == np.float16
+    assert not quantized.open_model(FIXTURES / "gptq").notes
+
+
 def test_read_takes_codes_where_a_table_says_arrays():
     """Transposed, and stacked with their scales, as a float folder's arrays are."""
     source = quantized.open_model(FIXTURES / "compressed-tensors-W4A16")

@@ -86,6 +86,8 @@ def find(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         notes.append(
             "Activations stay as they are: their format is for weights alone here."
         )
+    if any(g["weights"].get("actorder") in ("group", True) for g in groups):
+        notes.append(layouts.SCATTERED)
     return Found(weights, unused, tuple(notes), activations)
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from midtread.interop import compressed_tensors, gptq, huggingface, layouts, mlx
 from midtread.interop import safetensors as files
 from midtread.interop.huggingface import as_floats
-from midtread.numerics.formats import dtype_bits
+from midtread.numerics.formats import FORMATS, dtype_bits
 from midtread.numerics.qarray import QArray, quantize_by_spec
 from midtread.numerics.spec import Spec
 
@@ -70,6 +70,7 @@ class Target(NamedTuple):
 
 
 _CT = "compressed-tensors"
+_HALF = ("GPTQ", "AWQ")  # have scales in float16
 ROWS = [
     #      name          layout   codes            tile        range     activations
     Target("w4a16",      _CT,     "int4",          128,        words="4-bit weights"),
@@ -236,6 +237,7 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
     """
     left = re.compile("|".join([LEFT, *skip]))
     weights, plain, several, tables, seen = [], [], [], [], {}
+    half = HalfScales()
     for name, about in source.tensors.items():
         is_weight = name.endswith(".weight") and len(about.shape) == 2
         is_left = left.fullmatch(name) is not None
@@ -245,9 +247,13 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
                 tables.append(name)
                 continue
             seen.setdefault(_check_codes(source, name, target), name)
+            if target.layout in _HALF:
+                half.look_at(source, name, 1, target.qtype)
             weights.append(name)
         elif is_weight and not is_left:
             _check_groups(source, name, about.shape, target)
+            if target.layout in _HALF:
+                half.look_at(source, name, int(target.tile), target.qtype)
             weights.append(name)
         else:
             plain.append(name)
@@ -264,7 +270,7 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
         )
     if not weights:
         raise ValueError(f"{source.name} holds no matrix that {target.name} is for.")
-    notes = []
+    notes = half.notes()
     if several:
         notes.append(
             f"{len(several)} tensors of several matrices stay in float ({several[0]}, ...): "
@@ -275,6 +281,43 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
             f"{', '.join(tables)}: codes become floats, {target.layout} has layers' alone."
         )
     return Plan(tuple(weights), tuple(plain), tuple(notes))
+
+
+class HalfScales:
+    """Looks at weights for a layout with scales in float16 before any is written.
+
+    A scale that float16 does not reach is refused. Those that it rounds coarsely, or to 0,
+    belong to groups of tiny numbers, which real models have: they are listed.
+    """
+
+    def __init__(self) -> None:
+        self.coarse: dict[str, int] = {}
+
+    def look_at(self, source: Any, name: str, size: int, qtype: str) -> None:
+        """Looks at one weight, that is or will be in groups of `size` columns.
+
+        Raises:
+            ValueError: a scale is beyond float16.
+        """
+        array = source.read(name)
+        if isinstance(array, QArray):
+            scale = np.asarray(array.scale)
+        else:
+            bits = dtype_bits(FORMATS[qtype].dtype)
+            scale = layouts.largest_of_groups(array, size) / np.float32(1 << (bits - 1))
+        layouts.in_half(scale, f"{source.name}: {name}")
+        if count := layouts.num_coarse(scale):
+            self.coarse[name] = count
+
+    def notes(self) -> list[str]:
+        """A sentence about scales that lose, or none."""
+        if not self.coarse:
+            return []
+        first, total = next(iter(self.coarse)), sum(self.coarse.values())
+        numbers = f"{total} groups of numbers below {layouts.COARSE * 8:.0e}"
+        return [
+            f"{numbers} ({first}, ...): scales are float16 there, and coarse for them, or 0."
+        ]
 
 
 def is_quantized(source: Any, name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from midtread.interop import gguf, gguf_blocks, gguf_models, gguf_tokenizer, layouts
-from midtread.interop.export import Progress, is_quantized
+from midtread.interop.export import HalfScales, Progress, is_quantized
 from midtread.numerics.qarray import QArray
 
 # the name to ask for -> the kind of block
@@ -65,7 +65,7 @@ def export(
         )
     names = _names(source, model)
     kinds, odd = _kinds(source, names, kind, skip)
-    for note in odd:
+    for note in (*odd, *_half_scales(source, names, kinds)):
         say(note)
     metadata = metadata_of(about, model, source, kind)
     metadata |= gguf_tokenizer.metadata(also, about.get("vocab_size", 0), say)
@@ -163,6 +163,17 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
         for other, tensors in odd.items()
     ]
     return made, notes
+
+
+def _half_scales(source, names: Mapping[str, list[str]], kinds: Mapping) -> list[str]:
+    """Refuses scales that blocks do not hold, and lists those that lose there."""
+    half = HalfScales()
+    for tensor, (kind, _) in kinds.items():
+        block = gguf_blocks.BLOCKS.get(kind)
+        if block is not None and kind != "MXFP4":  # its scales are powers of two
+            for name in names[tensor]:
+                half.look_at(source, name, block.tile, block.qtype)
+    return half.notes()
 
 
 def shape_words(source: Any, names: Mapping[str, list[str]], tensor: str) -> str:

@@ -63,7 +63,8 @@ def find_gptq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
             arrays, bits, n, stored_less, w
         )
         weights[f"{module}.weight"] = Weight((out, count), names, read)
-    return Found(weights)
+    notes = (layouts.SCATTERED,) if config.get("desc_act") is True else ()
+    return Found(weights, notes=notes)
 
 
 def read_gptq(
@@ -122,7 +123,7 @@ def write_gptq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
     return {
         "qweight": layouts.pack_words(raw.T, bits, axis=0),
         "qzeros": layouts.pack_words(zeros.astype(np.uint8).T, bits),
-        "scales": np.ascontiguousarray(_scale(q).T).astype(np.float16),
+        "scales": layouts.in_half(np.ascontiguousarray(_scale(q).T), where),
         "g_idx": (np.arange(count) // size).astype(np.int32),
     }
 
@@ -195,7 +196,7 @@ def write_awq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
     return {
         "qweight": words(layouts.unsigned(np.asarray(q.qvalue), 4).T),
         "qzeros": words(_zeros(q, 4).T),
-        "scales": np.ascontiguousarray(_scale(q).T).astype(np.float16),
+        "scales": layouts.in_half(np.ascontiguousarray(_scale(q).T), where),
     }
 
 

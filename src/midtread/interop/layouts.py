@@ -14,7 +14,8 @@ point as well, so that int4 is one format whoever wrote it. And a zero point tha
 everywhere after that is none.
 
 Groups whose members are not neighbours (`desc_act`, `g_idx`) have a scale for every column:
-see `by_column`.
+see `by_column`. In memory that is 2 bytes of scale for 4 bits of code, more than bfloat16
+takes, and whoever imports such a folder is told so.
 """
 
 from collections.abc import Callable, Mapping
@@ -150,12 +151,56 @@ def affine(raw, scale, offset, bits: int) -> QArray:
     return integers(signed(raw, bits), scale, zero, bits)
 
 
+# --- scales in float16 -----------------------------------------------------------------------
+
+LARGEST = float(np.finfo(np.float16).max)
+COARSE = 3e-6  # below it, float16 is wrong by a hundredth and more; below 3e-8 it is 0
+_MAGNITUDES = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
+
+
+def in_half(scale: np.ndarray, where: str) -> np.ndarray:
+    """Scales in float16, where a layout has them so.
+
+    Raises:
+        ValueError: a scale is beyond its largest number.
+    """
+    most = float(np.abs(scale.astype(np.float32)).max())
+    if not most <= LARGEST:
+        raise refuse(where, f"its scale {most:.3g} is beyond float16, which has scales")
+    return scale.astype(np.float16)
+
+
+def num_coarse(scale: np.ndarray) -> int:
+    """How many scales float16 rounds coarsely, or to 0."""
+    small = np.abs(scale.astype(np.float32))
+    return int(np.count_nonzero((small > 0) & (small < COARSE)))
+
+
+def largest_of_groups(x: np.ndarray, size: int) -> np.ndarray:
+    """The largest magnitude of every `size` neighbours, in float32.
+
+    Bits of a float without its sign are in the order of magnitudes, and numpy compares
+    integers much faster than bfloat16.
+    """
+    if x.dtype.itemsize not in _MAGNITUDES:
+        return np.abs(x.reshape(-1, size)).max(1).astype(np.float32)
+    mask = _MAGNITUDES[x.dtype.itemsize]
+    bits = np.ascontiguousarray(x).view(mask.dtype).reshape(-1, size) & mask
+    return bits.max(1).view(x.dtype).astype(np.float32)
+
+
 # --- groups ----------------------------------------------------------------------------------
 
 
 def is_in_order(group_of: np.ndarray, size: int) -> bool:
     """Whether groups are runs of `size` columns, the first first."""
     return np.array_equal(group_of, np.arange(len(group_of)) // size)
+
+
+SCATTERED = (
+    "Groups of columns are no neighbours here (desc_act, actorder): in memory every weight "
+    "has a scale of its own, 2 bytes or 4 beside its code. Without it there is one for a group."
+)
 
 
 def by_column(q: QArray, group_of: np.ndarray) -> QArray:
