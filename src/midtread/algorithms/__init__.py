@@ -10,6 +10,7 @@ and one weight at a time is solved for, given what was collected.
     clip.py       scales by least weighted error
     gptq.py       codes by error feedback, then descent on codes and scales
     correct.py    targets that make up for errors of earlier layers
+    rotate.py     turns between two weights that the model does not notice
     smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
     bias.py       biases that take back the mean of an error
     hqq.py        zero points and scales without data

@@ -20,6 +20,7 @@ solved, and the model that was given stays as it was.
 
 Algorithms are named in the order in which they act on a weight:
 
+    rotate     spread outliers between weights that follow each other   (rotate.py)
     correct    aim at the float layer's output, not the float weight    (correct.py)
     smooth     move range from inputs to weights, for 8-bit inputs      (smooth.py)
     awq        protect the rows that large inputs meet                  (smooth.py)
@@ -53,6 +54,7 @@ from midtread.algorithms import (
     hqq,
     learn,
     reach,
+    rotate,
     served,
     smooth,
 )
@@ -68,7 +70,7 @@ from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
 from midtread.providers.ptq import PtqProvider
 
-BEFORE = ("correct", "smooth", "awq")
+BEFORE = ("rotate", "correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("bias", "learn")
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
@@ -206,10 +208,18 @@ def calibrate(
     quantized, boxes = served.quantize(model, provider, batches[0], params, method)
     program, floats = trace(model, batches[0], params=params, method=method)
     chosen = served.chosen_sites(program, boxes, rounding, before)
+    turns = rotate.pairs(program, chosen) if "rotate" in before else []
+    if "rotate" in before and not turns:
+        raise ValueError(
+            "rotate: from no quantized weight here is there a linear way to another that a "
+            "rotation could pass. Leave it out."
+        )
+    floats = rotate.fold(program, floats, turns)
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
     work = _Work(
         program, floats, boxes, chosen, batches, before, rounding, after, options
     )
+    work.turn(turns)
     kept = Kept(folder, work, algorithms, loss)
     if work.needs_moments and options.weigh in BY_GRADIENT and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
@@ -296,7 +306,7 @@ class _Work:
         self.program: Program = program
         self.floats, self.boxes, self.chosen = floats, boxes, chosen
         self.batches, self.before, self.rounding = batches, before, rounding
-        self.after, self.distances = after, None
+        self.after, self.distances, self.turns = after, None, 0
         self.biases: dict[tuple, jax.Array] = {}  # path -> the corrected one
         wants = chosen if "bias" in after else ()
         sources = {n: bias.find(program, n) for n in wants}
@@ -327,11 +337,19 @@ class _Work:
     @property
     def needs_moments(self) -> bool:
         looks = self.rounding in ("gptq", "clip") or "bias" in self.after
-        return looks or bool(self.before)
+        return looks or any(name != "rotate" for name in self.before)
 
     @property
     def needs_floats(self) -> bool:
         return "correct" in self.before
+
+    def turn(self, turns: list[rotate.Pair]) -> None:
+        """Notes which pairs of weights were rotated; their biases are changed too."""
+        self.turns = len(turns)
+        for pair in turns:
+            if pair.bias is not None:
+                path, _ = pair.bias
+                self.biases[path] = self.floats[path]
 
     def groups(self, site: Site) -> int:
         outputs = site.axes.extents(site.stored_shape)[2]
@@ -610,7 +628,13 @@ class _Work:
             seen = f"{len(self.ways)} weights by what attention makes of their inputs"
             weighed = f"{seen}, {weighed} elsewhere"
         return Report(
-            rows, algorithms, self.options.inputs, weighed, seconds, self.distances
+            rows,
+            algorithms,
+            self.options.inputs,
+            weighed,
+            seconds,
+            self.distances,
+            self.turns,
         )
 
 

@@ -27,9 +27,9 @@ class Report:
     inputs: str  # whose inputs the layers saw: "quantized" or "float"
     weighed: str
     seconds: float
-    distances: tuple[float, float] | None = (
-        None  # of the outputs, before and after "learn"
-    )
+    # of the outputs from the float model's, before and after "learn"
+    distances: tuple[float, float] | None = None
+    turns: int = 0  # pairs of weights between which a rotation was folded
 
     @property
     def worst(self) -> tuple[Row, ...]:
@@ -50,6 +50,8 @@ class Report:
             f"rounding, in {self.seconds:.0f} s"
         )
         learned = ()
+        if self.turns:
+            last += f"; {self.turns} pairs of weights rotated"
         if self.distances is not None:
             before, after = self.distances
             learned = (

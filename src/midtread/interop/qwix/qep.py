@@ -21,6 +21,7 @@ from flax import linen as nn
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.gptq import GptqOptions
 from midtread.algorithms.program import trace
+from midtread.algorithms.rotate import hadamard
 from midtread.interop.qwix.contrib import GptqRule
 from midtread.model.rules import QuantizationRule, field_names
 from midtread.providers.ptq import PtqProvider
@@ -242,11 +243,3 @@ def hadamard_rotate_inputs(
         for x, axis in ((act, lhs_reduction_dim), (weight, rhs_reduction_dim))
     )
     return act, weight / n, key
-
-
-def hadamard(n: int) -> jax.Array:
-    """The n x n Hadamard matrix of Sylvester: R R^T = n."""
-    R = jnp.ones((1, 1))
-    while len(R) < n:
-        R = jnp.block([[R, R], [R, -R]])
-    return R
