@@ -29,7 +29,6 @@ from midtread.model.rules import QuantizationRule
 from midtread.numerics.formats import as_format, dtype_bits
 from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
-from midtread.providers.params import value_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +156,7 @@ class _Model:
         weights = {}
         for path in self.sites:
             w = self.floats[path]
-            box = flaxlib.unbox(value_at(tree, path))
+            box = flaxlib.unbox(flaxlib.value_at(tree, path))
             box = getattr(box, "array", box)  # of a WithAux
             theirs = dequantize(box, w.dtype) if isinstance(box, QArray) else box
             if getattr(theirs, "shape", None) != w.shape:

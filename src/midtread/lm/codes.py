@@ -30,7 +30,6 @@ from midtread.model.rules import QuantizationRule
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
-from midtread.providers.params import value_at
 from midtread.providers.ptq import PtqProvider
 
 KERNELS = ("kernel", "wi_0", "wi_1", "wo")  # parameters that a matmul takes as they are
@@ -68,7 +67,7 @@ def load(config: Config, found: Any) -> nnx.Module:
     rules = []
     for path in found:
         *inside, name = path.split("/")
-        module = value_at(model, tuple(inside))
+        module = flaxlib.value_at(model, tuple(inside))
         held = getattr(module, name)
         array = found[path]
         if not isinstance(array, QArray):

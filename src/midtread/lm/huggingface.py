@@ -40,7 +40,6 @@ from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.rules import did_you_mean
 from midtread.numerics.qarray import QArray
-from midtread.providers.params import value_at
 
 WEIGHTS = "weights"  # inside an imported run
 GGUF = ".gguf"
@@ -326,7 +325,7 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
     tree = {}
     for path in architectures.shapes(m):
         *inside, name = path.split("/")
-        held = flaxlib.unbox(getattr(value_at(model, tuple(inside)), name))
+        held = flaxlib.unbox(getattr(flaxlib.value_at(model, tuple(inside)), name))
         tree[path] = held.array if isinstance(held, WithAux) else held
     m, tree = _with_plain_embedding(m, tree)
     arch, about = architectures.config_of(m)

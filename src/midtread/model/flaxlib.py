@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax
@@ -93,6 +93,20 @@ def _sort(kind: type) -> str:
     return next(
         (name for name, base in sorts.items() if issubclass(kind, base)), "tree"
     )
+
+
+def value_at(obj: Any, path: tuple) -> Any:
+    """Returns what is at a path of a tree or a model, None for nothing."""
+    for key in path:
+        if obj is None:
+            return None
+        if isinstance(obj, Mapping):
+            obj = obj.get(key)
+        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
+            obj = obj[key] if 0 <= key < len(obj) else None
+        else:
+            obj = getattr(obj, key, None)
+    return obj
 
 
 def params_of(module: Any) -> dict[str, Any]:

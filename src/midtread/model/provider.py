@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from midtread.model import flaxlib, intercept, running
+from midtread.model.moves import Move
 from midtread.model.rules import QuantizationRule, as_rules, recipe_of
-from midtread.model.weights import find_param
+from midtread.model.weights import find_param, find_part
 from midtread.ops import witness
 from midtread.ops.context import here
 
@@ -241,6 +242,11 @@ class QuantizationProvider:
     def find_param(self, module: Any, x: Any) -> str | None:
         """Returns the name of the parameter that an operand is, None for an activation."""
         return find_param(module, x)
+
+    def find_part(self, module: Any, x: Any) -> tuple[Any, str, list[Move]] | None:
+        """Returns (module, name, moves) of the parameter, of this module or of another, that
+        an operand is a part of; None for an activation."""
+        return find_part(running.call_of(self), module, x)
 
     # These are called around a call of the model.
 

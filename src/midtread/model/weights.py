@@ -13,6 +13,8 @@ import jax
 from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
+from midtread.model.moves import Move, trail
+from midtread.numerics.qarray import is_float
 
 # what makes an activation, whatever it multiplies
 PRODUCTS = (
@@ -37,6 +39,47 @@ def find_param(module: Any, x: Any) -> str | None:
     return next(
         (k for k, v in params.items() if v.shape == x.shape and _is_plain(k, v)), None
     )
+
+
+def find_part(call: Any, module: Any, x: Any) -> tuple[Any, str, list[Move]] | None:
+    """Returns (the module that holds it, its name, moves) of the float parameter that the
+    moves make `x` a part of, or None. It may be another module's than that which multiplies."""
+    known = params_near(call, module)
+    for ancestor, moves in trail(flaxlib.unbox(x)):
+        for params in known:
+            _, owner, name = params.get(id(ancestor), (None, None, ""))
+            held = None if owner is None else flaxlib.params_of(owner).get(name)
+            if held is not None and is_float(held) and _is_plain(name, held):
+                return owner, name, moves
+    return None
+
+
+def params_near(call: Any, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
+    """Returns {id: (array, module that holds it, name)} of what a model can multiply by: what
+    Linen gave out in this call, the module's own, and all that an NNX model holds."""
+    own = {
+        id(array): (array, module, name)
+        for name, param in flaxlib.params_of(module).items()
+        if hasattr(array := intercept.unwrap(param), "dtype") and _is_plain(name, param)
+    }
+    known = [call.notes.get("given", {}), own]
+    roots = [call.model]
+    if outer_module(call, module) is not module:  # nobody's, or a transform's
+        roots.append(module)
+    for root in roots:
+        if isinstance(root, nnx.Module):
+            every = call.notes.setdefault("owners", {})
+            if id(root) not in every:  # with it: id() of one gone is used again
+                every[id(root)] = root, owners(root)
+            known.append(every[id(root)][1])
+    return known
+
+
+def outer_module(call: Any, module: Any) -> Any:
+    """Returns what the model holds at the path of an NNX module."""
+    if not isinstance(module, nnx.Module):
+        return module
+    return flaxlib.value_at(call.model, module._path)
 
 
 def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:

@@ -76,7 +76,7 @@ def quantize_params(
                 f"params is not a pure dict of arrays: {name} is a {type(param).__name__}. "
                 "Use nn.unbox or nnx.to_pure_dict first."
             )
-        target = value_at(abstract_quantized_params, path)
+        target = flaxlib.value_at(abstract_quantized_params, path)
         if target is None:
             if allow_extra_params:
                 continue
@@ -135,7 +135,7 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
                 f"quant_stats is not initialized for {path}: run the model on some data first."
             )
         scale_path = (*path[:-1], f"{path[-1]}_scale")
-        target = value_at(abstract, scale_path)
+        target = flaxlib.value_at(abstract, scale_path)
         if not isinstance(target, WithAux):
             raise ValueError(  # noqa: TRY004
                 f"the quantized model has no static scale at {scale_path}."
@@ -166,20 +166,6 @@ def _check_static_scales(abstract: Mapping, out: Mapping) -> None:
                 "pass quant_stats=variables['quant_stats'] of the model after QtProvider ran "
                 "it on data with the same rules."
             )
-
-
-def value_at(obj: Any, path: tuple) -> Any:
-    """Returns what is at a path of a tree or a model, None for nothing."""
-    for key in path:
-        if obj is None:
-            return None
-        if isinstance(obj, Mapping):
-            obj = obj.get(key)
-        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
-            obj = obj[key] if 0 <= key < len(obj) else None
-        else:
-            obj = getattr(obj, key, None)
-    return obj
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -28,7 +28,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from midtread.model import flaxlib
 from midtread.numerics import views
 from midtread.numerics.qarray import QArray, dequantize, validate
-from midtread.providers.params import value_at
 
 PARTS = ("qvalue", "scale", "zero_point")
 _SAME = object()  # the default of act_qtype, which means that of the weights
@@ -147,9 +146,9 @@ def _is_array(x: Any) -> bool:
 
 def _target(path: tuple, model: nnx.Module) -> tuple[tuple, Any]:
     """Returns where a parameter goes, and what the model has there: parts or an array."""
-    value = value_at(model, path)
+    value = flaxlib.value_at(model, path)
     if value is None and path and path[-1] == "array":
-        above = value_at(model, path[:-1])
+        above = flaxlib.value_at(model, path[:-1])
         if _is_array(flaxlib.unbox(above)):  # a float model has no box to open
             return path[:-1], above
     inner = (

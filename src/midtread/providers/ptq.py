@@ -26,7 +26,12 @@ from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import computed_from, origin_is_hidden, owners
+from midtread.model.weights import (
+    computed_from,
+    origin_is_hidden,
+    outer_module,
+    params_near,
+)
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -47,7 +52,6 @@ from midtread.providers.params import (
     check_data,
     quantize_like,
     quantize_params,
-    value_at,
 )
 
 # Linen modules that give the layer inside them functions of its parameters.
@@ -220,7 +224,7 @@ class PtqProvider(QuantizationProvider):
         module = intercept.current_module()
         name = self.find_param(module, x)
         if name is None:
-            found = self._viewed(module, x) if elsewhere else None
+            found = self.find_part(module, x) if elsewhere else None
         else:
             param = intercept.unwrap(flaxlib.params_of(module)[name])
             ways = (moves for a, moves in trail(flaxlib.unbox(x)) if a is param)
@@ -230,31 +234,6 @@ class PtqProvider(QuantizationProvider):
         owner, name, moves = found
         seen = as_seen(flaxlib.params_of(owner)[name], x, moves)
         return None if seen is None else (owner, name, seen)
-
-    def _viewed(self, module: Any, x: jax.Array) -> tuple[Any, str, list[Move]] | None:
-        """A parameter of the module, or of another, that x is a part of."""
-        known = self._params_near(module)
-        for ancestor, moves in trail(flaxlib.unbox(x)):
-            for params in known:
-                _, owner, name = params.get(id(ancestor), (None, None, ""))
-                if owner is not None and _is_float(flaxlib.params_of(owner).get(name)):
-                    return owner, name, moves
-        return None
-
-    def _params_near(self, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
-        """{id: (array, module that holds it, name)} of what the model can multiply by."""
-        call = running.call_of(self)
-        known = [call.notes.get("made", {})]
-        roots = [call.model]
-        if self._outer_module(module) is not module:  # nobody's, or a transform's
-            roots.append(module)
-        for root in roots:
-            if isinstance(root, nnx.Module):
-                every = call.notes.setdefault("owners", {})
-                if id(root) not in every:  # with it: id() of one gone is used again
-                    every[id(root)] = root, owners(root)
-                known.append(every[id(root)][1])
-        return known
 
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
         """Notes whether an op that a weight rule matched has a weight."""
@@ -267,7 +246,7 @@ class PtqProvider(QuantizationProvider):
         """Notes the parameters that operands are functions of: these stay float."""
         module = intercept.current_module()
         path, call = flaxlib.path_of(module), running.call_of(self)
-        known = self._params_near(module)
+        known = params_near(call, module)
         for x in operands:
             found = computed_from(call, known, x)
             for _, owner, name in found:
@@ -295,18 +274,14 @@ class PtqProvider(QuantizationProvider):
         if root is None:  # called by a module itself, not by a model under the provider
             return True
         inside = module.path[len(root.path) :]
-        return value_at(root.variables.get("params"), (*inside, name)) is not None
-
-    def _outer_module(self, module: Any) -> Any:
-        """What the model holds at the path of an NNX module."""
-        if not isinstance(module, nnx.Module):
-            return module
-        return value_at(running.call_of(self).model, module._path)
+        return (
+            flaxlib.value_at(root.variables.get("params"), (*inside, name)) is not None
+        )
 
     def _outer(self, module: Any, name: str) -> Any:
         """The model's own module where `module` is a stand-in for it that a transform made,
         unless it holds one layer of many."""
-        outer = self._outer_module(module)
+        outer = outer_module(running.call_of(self), module)
         if outer is module:
             return module
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
@@ -417,8 +392,8 @@ class PtqProvider(QuantizationProvider):
         made = nn.Module.param(module, name, *args, **kwargs)
         array = intercept.unwrap(flaxlib.unbox(made))
         if hasattr(array, "dtype"):
-            by_id = running.call_of(self).notes.setdefault("made", {})
-            by_id[id(array)] = array, module, name
+            given = running.call_of(self).notes.setdefault("given", {})
+            given[id(array)] = array, module, name
             intercept.remember(array)
         return made
 

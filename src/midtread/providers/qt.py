@@ -87,9 +87,7 @@ class QtProvider(QuantizationProvider):
 
     def _train(self, rule: QtRule, op_id: str, c, lhs, rhs) -> jax.Array:
         module = intercept.current_module()
-        weights = tuple(
-            not isinstance(x, QArray) and self.find_param(module, x) for x in (lhs, rhs)
-        )
+        weights = self._weight_of(module, lhs), self._weight_of(module, rhs)
         recipe = self.recipe_for(rule, c.name, bool(weights[0]), bool(weights[1]))
         ranges, key = Ranges(), None
         if self._keeps_ranges(rule):
@@ -104,6 +102,15 @@ class QtProvider(QuantizationProvider):
         if recipe.is_random:
             key, site = self._key(module), f"{flaxlib.path_of(module)}/{op_id}"
         return train(c, recipe, lhs, rhs, ranges, key, site)
+
+    def _weight_of(self, module, x: Any) -> str | None:
+        """Returns the name of the parameter that an operand is, or is a part of: one layer of
+        a stack, say. None for an activation."""
+        if isinstance(x, QArray):
+            return None
+        name = self.find_param(module, x)
+        part = self.find_part(module, x) if name is None else None
+        return name if part is None else part[1]
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
         """Looks up rows of an embedding's table, where a rule names look-ups."""

@@ -21,7 +21,7 @@ from midtread.model import flaxlib, intercept
 from midtread.model.rules import QtRule, field_names
 from midtread.model.weights import turn_of
 from midtread.numerics import calibration
-from midtread.numerics.qarray import calibrate
+from midtread.numerics.qarray import QArray, calibrate
 from midtread.numerics.spec import Spec
 from midtread.providers.qt import QtProvider
 
@@ -58,6 +58,10 @@ class StaticProvider(QtProvider):
 
     def _keeps_ranges(self, rule: QtRule) -> bool:
         return True
+
+    def _weight_of(self, module, x: Any) -> str | None:
+        """A part of a parameter counts as an activation: ranges are kept for whole ones."""
+        return None if isinstance(x, QArray) else self.find_param(module, x)
 
     def _range(self, rule, op_id, c, side, spec, x, weight) -> Any:
         module, spec = intercept.current_module(), c.number_axes(spec, side, x.shape)

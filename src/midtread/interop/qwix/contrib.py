@@ -38,7 +38,6 @@ from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.engine import contract
 from midtread.providers.params import quantize_params as rounded_params
-from midtread.providers.params import value_at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +176,8 @@ def _calibrated(
     out = flax.traverse_util.flatten_dict(made)
     stats = flax.core.unfreeze(stats)
     for path, w in flat.items():
-        stat = value_at(stats, (*path[:-1], f"{path[-1]}{suffix}"))
-        target = value_at(abstract, path)
+        stat = flaxlib.value_at(stats, (*path[:-1], f"{path[-1]}{suffix}"))
+        target = flaxlib.value_at(abstract, path)
         if stat is None or not isinstance(target, WithAux):
             continue
         shape = flaxlib.unbox(target.array).shape

@@ -170,7 +170,7 @@ def recipe_for(
 _place, _note_computed = PtqProvider._place, PtqProvider._note_computed
 
 
-def viewed(self: PtqProvider, module: Any, x: jax.Array) -> None:
+def find_part(self: QuantizationProvider, module: Any, x: jax.Array) -> None:
     """Qwix knows the parameters of the module that multiplies, whole, and no others."""
     del self, module, x
 
@@ -199,7 +199,7 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
     (Step, "quantizes_tiles_again", QwixStep.quantizes_tiles_again,
      Step.quantizes_tiles_again),
     (PtqProvider, "_place", place, _place),
-    (PtqProvider, "_viewed", viewed, PtqProvider._viewed),
+    (QuantizationProvider, "find_part", find_part, QuantizationProvider.find_part),
     (PtqProvider, "_note_computed", note_computed, _note_computed),
 ]  # fmt: skip
 

@@ -69,7 +69,7 @@ _PTQ = {
 _FLAX_UTIL = {
     "QuantStat": "model.flaxlib:QuantStat",
     "unbox": f"{_F}:unbox",
-    "get_value_from_path": "providers.params:value_at",
+    "get_value_from_path": "model.flaxlib:value_at",
     **{
         name: f"{_F}:{name}"
         for name in (
