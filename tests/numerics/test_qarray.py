@@ -462,3 +462,15 @@ def test_jax_functions_are_answered_with_what_to_write(fn):
         TypeError, match=r"mt\.dot, .* and mt\.dequantize makes an array"
     ):
         fn(q)
+
+
+def test_tiles_that_straddle_shards_are_answered_with_what_to_write():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tiled = {"channelwise_axes": [1], "tiled_axes": {0: 4}}
+    with jax.set_mesh(mesh):
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None))
+        w = jax.device_put(jnp.ones((12, 8)), rows)
+        with pytest.raises(ValueError, match="tiles of 4 straddle the 2 .* divides 6"):
+            quantize(w, "int4", **tiled)
+        w = jax.device_put(jnp.ones((16, 8)), rows)
+        assert quantize(w, "int4", **tiled).scale.shape == (4, 8)

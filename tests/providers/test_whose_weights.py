@@ -35,6 +35,24 @@ class Elsewhere(nnx.Module):
         return (x @ self.named["gate"]) @ table + x @ table
 
 
+class Experts(nnx.Module):
+    """Holds the weights of all experts, as Gemma 4's mixture does, and multiplies by none."""
+
+    def __init__(self):
+        self.up, self.down = weight(5, (3, 8, 6)), weight(6, (3, 6, 8))
+
+
+class Mixture(nnx.Module):
+    """Multiplies by what its child holds."""
+
+    def __init__(self):
+        self.experts = Experts()
+
+    def __call__(self, x):
+        h = jnp.einsum("td,edf->tef", x, jnp.astype(self.experts.up[...], x.dtype))
+        return jnp.einsum("tef,efd->td", jax.nn.gelu(h), self.experts.down[...])
+
+
 class Tied(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -80,6 +98,19 @@ def test_nnx_weights_of_children_lists_and_dicts():
     held = served.emb.embedding, *served.several, served.named["gate"]
     assert all(isinstance(w, mt.WithAux) for w in held)
     assert_near(served(X), model(X))
+
+
+def test_experts_held_by_another_module():
+    """Served in codes, and trained as they are served."""
+    model = Mixture()
+    served = mt.quantize_model(model, mt.PtqProvider([RULE], strict=True), X)
+    boxes = served.experts.up, served.experts.down
+    assert [box.array.scale.shape for box in boxes] == [(3, 1, 6), (1, 1, 8)]
+    assert_near(served(X), model(X))
+    trained = mt.QtProvider([mt.QtRule(weight_qtype="int8")])
+    np.testing.assert_allclose(
+        mt.quantize_model(model, trained, X)(X), served(X), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_linen_weight_of_a_child():

@@ -20,7 +20,7 @@ from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.numerics.qarray import QArray
-from midtread.providers.params import quantize_params, value_at
+from midtread.providers.params import quantize_params
 from midtread.providers.ptq import PtqProvider
 
 
@@ -109,7 +109,7 @@ def put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
     )
     codes = WithAux(q, box.how)
     if isinstance(quantized, nnx.Module):
-        module = value_at(quantized, path[:-1])
+        module = flaxlib.value_at(quantized, path[:-1])
         is_variable = lambda x: isinstance(x, nnx.Variable)
         first, *_ = jax.tree.leaves(getattr(module, path[-1]), is_leaf=is_variable)
         boxed = jax.tree.map(lambda v: flaxlib.like(first, v), codes)
@@ -126,7 +126,7 @@ def put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
 def put_bias(quantized: Any, path: tuple, value: jax.Array) -> Any:
     """The model, or (model, variables), with another value of the parameter at `path`."""
     if isinstance(quantized, nnx.Module):
-        variable = value_at(quantized, path)
+        variable = flaxlib.value_at(quantized, path)
         flaxlib.write(variable, value.astype(flaxlib.unbox(variable).dtype))
         return quantized
     import flax

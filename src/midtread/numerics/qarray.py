@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from midtread.numerics import formats, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, largest, measure
@@ -298,6 +299,7 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
         return fixed_range(spec.calibration, x.ndim, x.dtype)
     shape = x.shape
     padded, counts = spec.layout(shape)
+    _check_shards(x, counts)
     x = views.pad_to(x, padded)
     if spec.method == "mse":
         return {"absmax": _least_squares_window(x, spec, counts)}
@@ -309,6 +311,23 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
         x.reshape(split), axes, spec.calibration, spec.format.statistic, real
     )
     return {k: v.reshape(counts) for k, v in seen.items()}
+
+
+def _check_shards(x: jax.Array, counts: tuple[int, ...]) -> None:
+    """Refuses tiles that straddle shards, where shardings are part of the type."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in getattr(sharding.mesh, "axis_types", ()):
+        return
+    for axis, names in enumerate(sharding.spec):
+        names = (names,) if isinstance(names, str) else names or ()
+        shards = math.prod(sharding.mesh.shape[name] for name in names)
+        extent, count = x.shape[axis], counts[axis]
+        if count > 1 and count % shards:
+            raise ValueError(
+                f"tiles of {-(-extent // count)} straddle the {shards} shards of axis {axis} of "
+                f"{jax.typeof(x)}: take a tile that divides {extent // shards}, shard another "
+                "axis, or jax.sharding.reshard the array first."
+            )
 
 
 def _least_squares_window(
