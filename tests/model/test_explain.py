@@ -418,3 +418,18 @@ def test_the_page_about_it(capsys):
     assert (
         "paths near it: ['layers/mlp/gate', 'layers/mlp/up" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("provider", [mt.QtProvider, mt.PtqProvider])
+def test_a_layer_of_a_stack_is_a_weight(provider):
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((3, 8, 8)))
+
+        def __call__(self, x):
+            for i in range(3):
+                x = x @ self.w[i]
+            return x
+
+    found = mt.explain(Stack(), provider([{"weight_qtype": "int8"}]), jnp.ones((2, 8)))
+    assert [(row.weight, row.fwd[1]) for row in found.rows] == [("w", "int8")] * 3

@@ -24,7 +24,7 @@ from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.moves import trail
 from midtread.model.rules import recipe_of
-from midtread.model.weights import ADAPTERS, find_param, origin_is_hidden
+from midtread.model.weights import ADAPTERS, find_param, find_part, origin_is_hidden
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.recipe import Recipe
@@ -111,7 +111,7 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = flaxlib.unbox(x)
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
-        found = find_param(module, x) if hasattr(x, "dtype") else None
+        found = _float_weight_of(module, x) if hasattr(x, "dtype") else None
         return found and re.sub(r"(~\d+|\[i\])$", "", found)
     held = _codes_in(module)
     near = {id(intercept.unwrap(q.qvalue)): name for name, q in held.items()}
@@ -126,6 +126,19 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
         return None
     alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
     return (alike or list(held) or [None])[0]
+
+
+def _float_weight_of(module: Any, x: Any) -> str | None:
+    """Returns the name of the float parameter that an operand is, or is a part of; with its
+    path in the model if another module holds it."""
+    name = find_param(module, x)
+    if name is not None or not running.here.active:
+        return name
+    part = find_part(running.here.active[0], module, x)
+    if part is None:
+        return None
+    owner, name, _ = part
+    return name if owner is module else f"{flaxlib.path_of(owner)}/{name}"
 
 
 def _codes_in(module: Any) -> dict[str, QArray]:
