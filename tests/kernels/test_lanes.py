@@ -43,7 +43,7 @@ def test_lanes_hold_what_the_interpreter_is_told(bits, stand):
             assert columns[j, [row, row + 8]].tolist() == [first, first + 1]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
     """Every column once, and of bytes 2g and 2g + 1 of a strip the one that is decoded."""
     lanes, found = registers.Lanes(bits), []
@@ -51,14 +51,14 @@ def test_lanes_of_many_rows_hold_what_they_read(bits, stand):
         stand(thread)
         place: Any = lanes.location(*lanes.accumulators())
         column, strip, pair = place
-        byte = strip + 2 * (thread // 4 % 8) + pair
-        assert column * bits // 8 == byte and strip % 16 == 0
+        bit = 8 * (strip + 2 * (thread // 4 % 8)) + 2 * bits * pair
+        assert column * bits == bit and strip % 16 == 0
         found += [column, column + 1]
         assert column // 64 == thread // 128
     assert sorted(found) == list(range(128))
 
 
-@pytest.mark.parametrize("length", [64, 128])
+@pytest.mark.parametrize("length", [32, 64, 128])
 def test_lines_are_where_the_copy_engine_puts_them(length, stand, monkeypatch):
     """Units of 16 bytes, as CUDA swizzles them: bits 7 and up of an address turn 4 and up."""
     monkeypatch.setattr(threads, "address_of", lambda ref, offset: offset)

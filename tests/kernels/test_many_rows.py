@@ -44,8 +44,10 @@ def error(got, want):
 
 
 def weight(name, tile, shape=(256, 256)):
-    tiles = {0: tile} if tile else {}
-    return mt.quantize(random(1, *shape), name, channelwise_axes=[1], tiled_axes=tiles)
+    how = {"channelwise_axes": [1], "tiled_axes": {0: tile} if tile else {}}
+    if name.startswith("uint"):  # with zero points
+        how["calibration_method"] = "minmax"
+    return mt.quantize(random(1, *shape), name, **how)
 
 
 CASES = [  # format, tile, columns, programs, and blocks: a deep buffer, a split sum, halves
@@ -132,7 +134,6 @@ def test_what_it_does_not_take():
 
     assert why() is None
     assert "does not decode int1" in why("int1")
-    assert "int2 has 2 bits" in why("int2")
     assert "not bfloat16" in why(dtypes=(jnp.float16, bf16))
     assert "the result is float16" in why(dtypes=(bf16, jnp.float16))
     assert "innermost" in why(turned=True)
@@ -154,6 +155,16 @@ LOWERED = [
     ("e5m2", None, 65),
     ("int4", 128, 8192),
     ("nf4", 64, 300),
+    ("uint4", 128, 300),
+    ("uint4", 64, 65),
+    ("nvfp4", 16, 512),
+    ("int2", 64, 512),
+    # few rows, by the other kernel
+    ("uint4", 64, 1),
+    ("uint4", 128, 64),
+    ("uint2", 128, 1),
+    ("int2", 64, 64),
+    ("mxfp4", 32, 1),
 ]
 
 

@@ -138,8 +138,9 @@ def decoded(
         table: [.., 32] words in shared memory, a column per lane; `code` gets its address.
         scale: [groups of these rows, columns], float32 or bfloat16; a product is rounded
             once. In bfloat16, the slopes of `code` are scaled, if it has any.
-        zeros: bytes [groups of these rows, width]: zero points, which are codes too. Slopes are
-            not scaled then, because a scaled zero point is not exact.
+        zeros: bytes [groups of these rows, ..]: zero points, which are codes too, packed like
+            these or one in a byte. Slopes are not scaled then, because a scaled zero point is
+            not exact.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -148,6 +149,7 @@ def decoded(
     types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
     num_groups = next((r.shape[0] for r in (scale, zeros) if r is not None), 1)
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
+    zero_bits = 0 if zeros is None else code.bits * zeros.shape[1] // width
 
     @plgpu.inline_mgpu(arg_types=types, return_type=[one] * holders.wide)
     def run(ctx, ref, *beside):
@@ -162,10 +164,12 @@ def decoded(
             if a % holders.shared == 0:
                 words = _turned(ref, byte, rows, width)
             factors_at = _starts(scale_here, times(column, size), num_groups)
-            zeros_at = _starts(zeros_here, shifted(times(column, code.bits), 3), num_groups)  # fmt: skip
-            shift = modulo(times(column, 2), 8) if code.bits == 2 else 0  # in its byte
+            bit = times(column, zero_bits)
+            zeros_at = _starts(zeros_here, shifted(bit, 3), num_groups)
+            shift = modulo(bit, 8) if zero_bits == 2 else 0  # within a byte
+            own = lambda at: [] if at is None else _own_starts(code, at, shift, zero_bits)  # noqa: B023  # fmt: skip
             scaling = [
-                _scaling(code, factors, size, zero, shift)
+                _scaling(code, factors, size, own(zero))
                 for factors, zero in zip(factors_at, zeros_at)
             ]
             registers = []
@@ -224,10 +228,13 @@ def _turned(ref, byte, rows: int, width: int) -> list:
     ]
 
 
-def _scaling(code: Code, start, size: int, zero, shift) -> tuple[list, list]:
+def _scaling(code: Code, start, size: int, own: list) -> tuple[list, list]:
     """(slopes and starts for both columns of a thread, factors for the decoded values). There
-    are no factors where there are no scales, or where the slopes contain them."""
-    own = [] if zero is None else _own_starts(code, zero, shift)
+    are no factors where there are no scales, or where the slopes contain them.
+
+    Args:
+        own: the starts, where there are zero points.
+    """
     if start is None:
         return _terms(code, [], own), []
     if size == 4:
@@ -248,7 +255,7 @@ def _terms(code: Code, factors: list, own_starts: list) -> list:
     for h, numbers in enumerate(code.lines):
         for i, number in enumerate(numbers):
             word = value(_twice(number))
-            if factors:
+            if factors and number:
                 scaled = arith.mulf(factors[h], mgpu.utils.bitcast(word, pair))
                 word = mgpu.utils.bitcast(scaled, word_type())
             words.append(own_starts[h] if own_starts and i == 1 else word)
@@ -260,13 +267,13 @@ def _twice(number: float) -> int:
     return int(np.full(2, number, np.float32).astype(jnp.bfloat16).view(np.int32)[0])
 
 
-def _own_starts(code: Code, address, shift) -> list:
+def _own_starts(code: Code, address, shift, zero_bits: int) -> list:
     """The starts of both columns under their zero points, which are the codes at `address`."""
-    kind = ir.IntegerType.get_signless(16 if code.bits == 8 else 8)
+    kind = ir.IntegerType.get_signless(max(8, 2 * zero_bits))
     word = shifted(arith.extui(word_type(), llvm.load(kind, address)), shift)
     starts = []
     for h in (0, 1):
-        bits = modulo(shifted(word, h * code.bits), 1 << code.bits)
+        bits = modulo(shifted(word, h * zero_bits), 1 << code.bits)
         both = times(flipped(bits, code.offset), 0x10001)
         given = [both, value(_twice(-code.unit)), value(_twice(-0.0))]
         starts += pure("fma.rn.bf16x2 $0, $1, $2, $3;", [word_type()], given)

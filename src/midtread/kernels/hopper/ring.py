@@ -17,13 +17,15 @@ of it have arrived, and `empty` that every warpgroup has read it.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.decoding import as_bytes
 from midtread.kernels.hopper import decoding, lanes
 from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.pallas_compat import pl, plgpu
-from midtread.numerics.formats import Format
+from midtread.numerics.formats import Format, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Plan:
     fmt: Format
     group: int | None  # rows of the weight that share a scale; None if all of them do
     native: bool  # False where the kernel is interpreted
-    has_zeros: bool  # whether groups have zero points
+    zero_bits: int  # of a zero point of a group and column; 0 if there are none
 
     @property
     def looks_up(self) -> bool:
@@ -114,13 +116,25 @@ def ring_buffers(
     num_scales = max(1, k // (plan.group or k))
     if plan.group:
         buffers["scale_ring"] = plgpu.SMEM((count, num_scales, columns), scale_dtype)
-    if plan.has_zeros:
-        buffers["zero_ring"] = plgpu.SMEM((count, num_scales, width), jnp.int8)
+    if plan.zero_bits:
+        zeros = count, num_scales, columns * plan.zero_bits // 8
+        buffers["zero_ring"] = plgpu.SMEM(zeros, jnp.int8)
     full = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=count)
     return buffers | {"full": full}
 
 
 # --- filling a buffer -------------------------------------------------------------------------
+
+
+def zero_points(zeros_GN: jax.Array, columns: int, groups: int) -> jax.Array:
+    """Zero points as bytes: packed as they are, or one in a byte where the `groups` rows of a
+    block of `columns` would be no whole number of the 128 bytes that are copied at a time."""
+    bits = dtype_bits(zeros_GN.dtype)
+    if columns * bits // 8 * groups % 128 == 0:
+        return as_bytes(zeros_GN)
+    is_signed = jnp.issubdtype(zeros_GN.dtype, jnp.signedinteger)
+    wide = zeros_GN.astype(jnp.int8 if is_signed else jnp.uint8)
+    return lax.bitcast_convert_type(wide, jnp.int8)
 
 
 def fetch_codes(refs: References, slot, row, tile) -> None:
@@ -135,7 +149,7 @@ def fetch_scales(plan: Plan, refs: References, slot, row, tile) -> None:
     if not plan.group:
         return
     parts = [(refs.group_scales, refs.scale_ring)]
-    parts += [(refs.group_zeros, refs.zero_ring)] if plan.has_zeros else []
+    parts += [(refs.group_zeros, refs.zero_ring)] if plan.zero_bits else []
     for source, ring in parts:
         _, count, width = ring.shape
         groups = pl.ds(lax.div(row, plan.group), count)
@@ -177,7 +191,12 @@ class Piece(NamedTuple):
         values = decoding.values(self.codes[...], plan.fmt)
         over_rows = lambda part: jnp.repeat(part, values.shape[0] // len(part), axis=0)
         if self.zeros is not None:
-            values = values - over_rows(decoding.values(self.zeros[...], plan.fmt))
+            zeros = self.zeros[...]
+            if plan.zero_bits < 8:
+                zeros = decoding.values(zeros, plan.fmt)
+            elif jnp.issubdtype(plan.fmt.dtype, jnp.unsignedinteger):
+                zeros = lax.bitcast_convert_type(zeros, jnp.uint8)
+            values = values - over_rows(zeros.astype(values.dtype))
         if self.scales is not None:
             factor = over_rows(self.scales[...].astype(jnp.float32))
             values = (values.astype(jnp.float32) * factor).astype(values.dtype)
@@ -194,7 +213,7 @@ def piece(
         groups = pl.ds(start // plan.group, max(1, rows // plan.group))
         if is_scaled:
             parts["scales"] = refs.scale_ring.at[slot, groups]
-        if plan.has_zeros:
+        if plan.zero_bits:
             parts["zeros"] = refs.zero_ring.at[slot, groups]
     return Piece(codes, **parts)
 

@@ -68,11 +68,11 @@ def moved(address, by: int):
 def unit_address(ref, unit, length: int = 128):
     """Returns the address of a unit of 16 bytes in row lane % 8 of a swizzled tile of 8 rows.
 
-    A row has `length` bytes, 128 or 64. The swizzle permutes the units of a row by the
-    number of the row, or of the pair of rows.
+    A row has `length` bytes, 128, 64 or 32. The swizzle permutes the units of a row by the
+    number of the row, or of the pair or the four of rows that it belongs to.
     """
     row = modulo(mgpu.thread_idx(), 8)
-    turn = shifted(row, 0 if length == 128 else 1)
+    turn = shifted(row, {128: 0, 64: 1, 32: 2}[length])
     offset = plus(times(row, length), times(flipped(unit, turn), 16))
     return llvm.ptrtoint(word_type(), address_of(ref, offset))
 

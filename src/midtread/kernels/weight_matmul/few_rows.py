@@ -243,7 +243,6 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
             blocks = tuned.decode_blocks(fmt, *size, group)
             if blocks is None:  # a part may be too narrow
                 return plain(x, codes, *given)
-        zero = None if zero is None else decoding.as_bytes(zero)
         options = {"dtype": plan.dtype, "interpret": plan.is_interpreted}
         return hopper_kernel.decode_matmul(
             x, decoding.as_bytes(codes), scale, last, zero, fmt=fmt, blocks=blocks, **options

@@ -32,7 +32,7 @@ from midtread.kernels.weight_matmul.few_rows import (
 from midtread.kernels.weight_matmul.hopper_prefill import tuned
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
 from midtread.numerics import views
-from midtread.numerics.formats import Format, as_format, dtype_bits
+from midtread.numerics.formats import Format, as_format
 from midtread.numerics.rounding import decode
 
 
@@ -76,8 +76,6 @@ class ManyRows(NamedTuple):
 def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
     (x, w), found = a.sides, a.weight
     reason = why_not_format(w.format, HOPPER) or why_not_zeros(a)
-    if reason is None and dtype_bits(w.format.dtype) < 4:
-        reason = f"{w.format.name} has 2 bits, and the kernel is for 4 and 8"
     if reason is not None:
         return Refusal(reason)
     if found.num_rows <= MAX_ROWS:
@@ -146,8 +144,8 @@ def _call(plan: ManyRows) -> Callable:
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale, *zeros)
         how = {"dtype": dtype, "interpret": plan.is_interpreted}
-        codes, *zeros = map(decoding.as_bytes, (codes, *zeros))
-        how |= {"zeros_GB": zeros[0]} if zeros else {}
+        how |= {"zeros_GN": zeros[0]} if zeros else {}
+        codes = decoding.as_bytes(codes)
         return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **how)
 
     axes = "m k, k n, g n, g n -> m n" if plan.has_zeros else "m k, k n, g n -> m n"

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from midtread.kernels.hopper.lanes import COLUMNS, Division
-from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     asm,
@@ -86,25 +85,27 @@ class Slots(NamedTuple):
 
 
 def finish(
-    out: Any, ring: Any, sums: list[jax.Array], scale: Any, division: Division,
+    out: Any, spare: tuple[Any, Any], sums: list[jax.Array], scale: Any, division: Division,
     others: tuple | None = None, slots: Slots | None = None,
 ) -> None:  # fmt: skip
     """Adds up the sums of warpgroups and of a cluster's programs, and writes rows [1, m, 256].
 
     Args:
-        ring: bytes in shared memory that nobody needs any more, for sums to change hands in.
+        spare: shared memory that nobody needs any more, for sums to change hands in, and its
+            transforms.
         scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
         others: where a cluster shares a sum: memory of `received_shape`, float32, for those
             of the others, and the barrier that says they have come.
         slots: which of several slots to write; then this may be called repeatedly.
     """
+    ring, order = spare
     refs = [out, ring, *(others or ()), *([] if scale is None else [scale])]
     (num_slots, m, _), rows = out.shape, sums[0].shape[1]
     strides = math.prod(out.ref.shape[1:]), out.ref.shape[-1]
     size = jnp.dtype(out.dtype).itemsize
     scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     types: list[Any] = [plgpu.RefType() for _ in refs]
-    types[1] = plgpu.RefType(swizzled(min(128, ring.shape[-1]), jnp.int8))
+    types[1] = plgpu.RefType(order)
     types += [plgpu.Layout.WGMMA] * len(sums)
     known = [] if slots is None else [slots.own, slots.first, *slots.counts]
     types += [plgpu.Layout.WG_SPLAT(())] * len(known)
@@ -116,7 +117,8 @@ def finish(
         sent = (rest.pop(0), rest.pop(0)) if others else None
         factors = None if scale is None else rest.pop(0)
         needed = division.deep * rows * COLUMNS * 4
-        assert math.prod(ring.type.shape) >= needed, (ring.type, needed)
+        room = math.prod(ring.type.shape) * ring.type.element_type.width // 8
+        assert room >= needed, (ring.type, needed)
         asm([], "barrier.sync 0;", [], "")
         for j in division.accumulators():
             _put(ring, division, j, words_of(rest.pop(0)), rows)

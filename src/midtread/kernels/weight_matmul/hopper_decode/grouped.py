@@ -216,7 +216,8 @@ def _write(
     scale = None if scale is None else scale.at[pl.ds(group, 1), columns]
     counts = [jnp.where(is_written, high - low, 0) for is_written in written]
     slots = exchange.Slots(slot, low, counts)
-    exchange.finish(out, refs.exchange, sums, scale, plan.division, slots=slots)
+    spare = refs.exchange, SWIZZLED
+    exchange.finish(out, spare, sums, scale, plan.division, slots=slots)
 
 
 def _write_interpreted(plan: Plan, refs: References, me: Warpgroup, sums, item, limits, slot, written):  # fmt: skip
@@ -308,7 +309,7 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
     for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
         assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
         chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
-        plan = Plan(fmt, group, native, False, blocks, chunks)
+        plan = Plan(fmt, group, native, 0, blocks, chunks)
         walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
         ways.append(Way(plan, walk, choices[i].cost, _buffers(plan, rows, scale_GTN)))
     return ways

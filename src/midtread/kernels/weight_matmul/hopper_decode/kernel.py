@@ -40,7 +40,7 @@ from jax import lax
 
 from midtread.kernels.hopper import lanes
 from midtread.kernels.hopper.lanes import COLUMNS
-from midtread.kernels.hopper.ring import named
+from midtread.kernels.hopper.ring import named, zero_points
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
 from midtread.kernels.weight_matmul.hopper_decode import exchange, pipeline
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks, Plan
@@ -79,7 +79,7 @@ def _body(*given, plan: Plan, names: tuple[str, ...]):
         scale = refs.column_scales
         scale = None if scale is None else scale.at[:, columns]
         out = refs.out.at[pl.ds(share, 1), :, columns]
-        exchange.finish(out, refs.codes_ring, sums, scale, plan.division, others)
+        exchange.finish(out, plan.spare(refs), sums, scale, plan.division, others)
     else:
         for a, one in enumerate(sums):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
@@ -90,7 +90,7 @@ def decode_matmul(
     bytes_KB: jax.Array,
     scale_GN: jax.Array | None,
     last_N: jax.Array | None = None,
-    zeros_GB: jax.Array | None = None,
+    zeros_GN: jax.Array | None = None,
     *,
     fmt: Format,
     blocks: DecodeBlocks,
@@ -102,7 +102,7 @@ def decode_matmul(
     Args:
         scale_GN: of groups of rows, in float32 or bfloat16.
         last_N: of columns, likewise.
-        zeros_GB: zero points of groups, as bytes of codes.
+        zeros_GN: zero points of groups, codes of the same type.
         dtype: of the result, float32 or bfloat16.
     """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
@@ -115,11 +115,14 @@ def decode_matmul(
     if interpret or m > FILLED:
         x_MK = jnp.pad(x_MK, ((0, padded - m), (0, 0)))
     native = not interpret
-    has_zeros = zeros_GB is not None
-    plan = Plan(fmt, group, native, has_zeros, blocks, num_chunks=k // blocks.k)
+    zeros, zero_bits = None, 0
+    if zeros_GN is not None and group:
+        zeros = zero_points(zeros_GN, COLUMNS, max(1, blocks.k // group))
+        zero_bits = zeros.shape[1] * 8 // num_n
+    plan = Plan(fmt, group, native, zero_bits, blocks, num_chunks=k // blocks.k)
     operands = {"x": x_MK, "codes": bytes_KB}
     operands |= {} if scale_GN is None else {"group_scales": scale_GN}
-    operands |= {"group_zeros": zeros_GB} if has_zeros else {}
+    operands |= {} if zeros is None else {"group_zeros": zeros}
     operands |= plan.table_operand()
     in_kernel = last_N is not None and shares == 1 and native
     if in_kernel:

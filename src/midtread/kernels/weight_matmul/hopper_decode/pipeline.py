@@ -26,6 +26,7 @@ from jax import lax
 from midtread.kernels.hopper import decoding, lanes, mma, ring
 from midtread.kernels.hopper.lanes import COLUMNS
 from midtread.kernels.hopper.ring import References
+from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.pallas_compat import pl, plgpu, transposed
 from midtread.kernels.weight_matmul.hopper_decode import exchange
 from midtread.numerics.formats import Format, dtype_bits
@@ -63,9 +64,10 @@ class DecodeBlocks:
         return math.prod(shape) * 4 + 1024 if self.cluster > 1 else 0
 
     def is_ample(self, fmt: Format, rows: int) -> bool:
-        """Whether sums may change hands in the rings."""
+        """Whether sums may change hands in the ring of codes or in that of x."""
         width = COLUMNS * dtype_bits(fmt.dtype) // 8
-        return self.stages * self.deep * self.k * width >= self.exchanged(rows)
+        largest = max(width, -(-rows // 8) * 8 * 2)
+        return self.stages * self.deep * self.k * largest >= self.exchanged(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,18 @@ class Plan(ring.Plan):
         return min(64, self.blocks.k // 2)
 
     @property
+    def x_columns(self) -> int:
+        """Columns of x that are swizzled together."""
+        return 64 if self.by_warps else self.inner
+
+    def spare(self, refs: References) -> tuple[Any, Any]:
+        """The larger ring, in which sums change hands once blocks are read, and its transforms."""
+        width = refs.codes_ring.shape[-1]
+        if width >= 2 * refs.x_ring.shape[1]:
+            return refs.codes_ring, swizzled(min(128, width), jnp.int8)
+        return refs.x_ring, swizzled(self.x_columns, jnp.bfloat16)
+
+    @property
     def is_clustered(self) -> bool:
         return self.native and self.blocks.cluster > 1
 
@@ -107,7 +121,7 @@ class Plan(ring.Plan):
         count, width = blocks.stages * blocks.deep, COLUMNS * division.bits // 8
         buffers = ring.ring_buffers(
             self, count, blocks.k, rows, COLUMNS, width,
-            x_columns=64 if self.by_warps else self.inner,
+            x_columns=self.x_columns,
             scale_dtype=None if scale is None else scale.dtype,
         )  # fmt: skip
         if not self.by_warps:
@@ -197,7 +211,7 @@ def _multiply(plan: Plan, refs: References, me: Warpgroup, accs, at, start):
 
 def _is_folded(plan: Plan, refs: References) -> bool:
     """Whether scales of groups are in the slopes of the decoding, if the format has any."""
-    if plan.scales_sums or plan.has_zeros or not plan.group:
+    if plan.scales_sums or plan.zero_bits or not plan.group:
         return False
     return refs.scale_ring.dtype == jnp.bfloat16
 

@@ -31,7 +31,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from midtread.kernels.hopper.ring import ring_buffers
+from midtread.kernels.hopper.ring import ring_buffers, zero_points
 from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
@@ -51,7 +51,7 @@ def prefill_matmul(
     bytes_KB: jax.Array,
     scale_GN: jax.Array,
     rows_M: jax.Array | None = None,
-    zeros_GB: jax.Array | None = None,
+    zeros_GN: jax.Array | None = None,
     *,
     fmt: Format,
     dtype,
@@ -63,7 +63,7 @@ def prefill_matmul(
     Args:
         scale_GN: [1, N] in float32, or one for each group of k, in bfloat16.
         rows_M: scales of the rows in float32, where these are codes.
-        zeros_GB: zero points of groups, as bytes of codes.
+        zeros_GN: zero points of groups, codes of the same type.
     """
     (m, k), n = x_MK.shape, scale_GN.shape[1]
     # the copy engine moves 8 rows at a time
@@ -78,17 +78,21 @@ def prefill_matmul(
     grid = pl.cdiv(m, blocks.rows), n // across
     count = grid[0] * grid[1] * blocks.split
     last = count % blocks.programs() if blocks.halves else 0
+    group = k // scale_GN.shape[0] if scale_GN.shape[0] > 1 else None
+    zeros = None
+    if zeros_GN is not None and group:
+        zeros = zero_points(zeros_GN, COLUMNS, max(1, blocks.k // group))
     plan = Plan(
         fmt=fmt, blocks=blocks, dtype=x_MK.dtype, native=not interpret, grid=grid,
-        has_zeros=zeros_GB is not None,
-        group=k // scale_GN.shape[0] if scale_GN.shape[0] > 1 else None,
+        zero_bits=zeros.shape[1] * 8 // n if zeros is not None else 0,
+        group=group,
         chunks=k // (blocks.k * blocks.split), whole=count - last, halves=2 * last,
     )  # fmt: skip
     out_dtype = jnp.dtype(dtype) if blocks.split == 1 else jnp.dtype(jnp.float32)
     scales = "group_scales" if plan.group else "column_scales"
     operands = {"x": x_MK, "codes": bytes_KB, scales: scale_GN}
-    if zeros_GB is not None:
-        operands["group_zeros"] = zeros_GB
+    if zeros is not None:
+        operands["group_zeros"] = zeros
     if rows_M is not None:
         operands["row_scales"] = jnp.pad(rows_M, (0, grid[0] * blocks.rows - m))
     operands |= plan.table_operand()

@@ -91,7 +91,7 @@ class Plan(ring.Plan):
     @property
     def is_folded(self) -> bool:
         """Whether scales of groups are in the slopes of the decoding, if the format has any."""
-        return self.group is not None and not self.has_zeros
+        return self.group is not None and not self.zero_bits
 
     @property
     def unit(self) -> float:

@@ -7,6 +7,7 @@
 A program's 128 columns are two accumulators of 64, one for each warpgroup. Lane (warp w, g, c)
 holds of every 8 rows of the weight rows 2c and 2c + 1, and of accumulator j
 
+    2 bits   columns  64 j + 8 g + 2 w + (0, 1)
     4 bits   columns  64 j + 32 (w / 2) + 4 g + 2 (w % 2) + (0, 1)
     8 bits   columns  64 j + 16 w + 2 g + (0, 1)
 
@@ -59,6 +60,9 @@ class Lanes(NamedTuple):
             return Division(8).location(j)
         thread = mgpu.thread_idx()
         g, w = modulo(shifted(thread, 2), 8), modulo(shifted(thread, 5), 4)
+        if self.bits == 2:
+            column = plus(times(j, 64), times(g, 8), times(w, 2))
+            return column, times(j, 16), w
         strip, pair = plus(times(j, 2), shifted(w, 1)), modulo(w, 2)
         column = plus(times(strip, 32), times(g, 4), times(pair, 2))
         return column, times(strip, 16), pair
