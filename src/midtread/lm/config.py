@@ -12,6 +12,7 @@ has the key (docs/from-maxtext.md).
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -565,6 +566,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
 SECTIONS = (Run, Data, Model, Training, Quantization, Decoding, Sharding)
 
 
+@functools.cache
 def keys(record: type = Config) -> dict[str, dataclasses.Field]:
     """Returns every key of a section, or of all, in order."""
     return {f.name: f for part in SECTIONS if issubclass(record, part) for f in
@@ -576,6 +578,7 @@ def section(config: Any, part: type) -> Any:
     return part(**{f.name: getattr(config, f.name) for f in dataclasses.fields(part)})
 
 
+@functools.cache
 def kind(name: str) -> str:
     """Says in words what a key takes."""
     hint = get_type_hints(Config)[name]

@@ -130,9 +130,8 @@ def validate(values: Mapping[str, Any]) -> Config:
     """Turns values as they come out of YAML into a Config."""
     from pydantic import TypeAdapter, ValidationError
 
-    known = keys()
     for name in values:
-        require(name in known, _unknown(name))
+        _require_key(name)
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     lists |= {
         k: (v,) for k, v in values.items() if k == "prompt" and isinstance(v, str)
@@ -159,12 +158,14 @@ def _first(error: Any, values: Mapping[str, Any]) -> str:
     ).rstrip()
 
 
-def _unknown(name: str) -> str:
-    """Says that there is no such key, and which one may be meant."""
+def _require_key(name: str, where: str = "") -> None:
+    """Refuses a key that does not exist, and says which one may be meant."""
     known = keys()
+    if name in known:
+        return
     show = lambda n: f"{n!r} ({kind(n)}, now {known[n].default!r})"
-    others = "`midtread train --help` lists all of them."
-    return f"unknown key {name!r}. {did_you_mean(name, known, show, others)}"
+    hint = did_you_mean(name, known, show, "`midtread train --help` lists all of them.")
+    raise UsageError(f"{where}unknown key {name!r}. {hint}")
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, _, text = word.partition("=")
         name = name.lstrip("-")
-        require(name in keys(), _unknown(name))
+        _require_key(name)
         require(name not in out, f"{name} is given twice on the command line.")
         takes = kind(name)
         if text in ("null", "None") and "null" in takes:
@@ -219,7 +220,7 @@ def _file(name: str) -> dict[str, Any]:
     )
     assert isinstance(content, dict)
     for key in content:
-        require(key in keys(), f"{name}: {_unknown(str(key))}")
+        _require_key(str(key), f"{name}: ")
     return content
 
 
