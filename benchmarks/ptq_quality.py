@@ -1,6 +1,7 @@
 """What SmolLM2-135M loses in few bits: perplexity and divergence, by format and algorithm.
 
-    python benchmarks/ptq_quality.py FOLDER ["row" ...] [tune=64] [judge=16] [limit=SECONDS]
+    python benchmarks/ptq_quality.py FOLDER ["row" ...] [tune=64] [judge=16] [batch=2]
+        [limit=SECONDS]
 
 FOLDER holds, or receives, the wheels of benchmarks/smollm2.py, or is what that script cut
 for a machine that fetches nothing. A row is a format, algorithms and options, in words:
@@ -10,9 +11,9 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
 Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
 it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun.
 
-A row calibrates on `tune` chunks of 512 tokens and is judged on `judge` others, of other
-articles, by what `mt.calibrate` returns: codes and scales, with activations quantized as the
-row says. KL is that of the float model's next-token distribution from the quantized one's,
+A row calibrates on `tune` chunks of 512 tokens, `batch` at a time, and is judged on `judge`
+others, of other articles, by what `mt.calibrate` returns: codes and scales, with activations
+quantized as the row says. KL is that of the float model's next-token distribution from the quantized one's,
 in nats per token; after a row with "learn" stands its mean over the calibration chunks,
 before and after learning. Results go into benchmarks/results/ by hand, with this command,
 the device and the date. Beside the time of a calibration stands that of all cores together:
@@ -109,6 +110,11 @@ def judge(model, floats, chunks) -> tuple[float, float]:
     return float(np.exp(nll)), kl
 
 
+def say(line: str) -> None:
+    """What a row does meanwhile, on the other stream."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
 def main(words: list[str]) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     rows = [w for w in words if " " in w]
@@ -124,6 +130,7 @@ def main(words: list[str]) -> None:
     tune = tune[: int(settings.pop("tune", 64))]
     others = others[: int(settings.pop("judge", 16))]
     end = time.time() + float(settings.pop("limit", "inf"))
+    n = int(settings.pop("batch", 2))
     if settings:
         raise SystemExit(f"no such settings: {settings}.")
     floats = smollm2.load(folder)
@@ -131,7 +138,7 @@ def main(words: list[str]) -> None:
     best, _ = judge(floats, floats, others)
     print("| row | perplexity | of float's | KL | time |\n|---|---|---|---|---|")
     print(f"| float | {best:.3f} | 1 | 0 | |", flush=True)
-    batches = [jnp.asarray(tune[i : i + 2, :-1]) for i in range(0, len(tune), 2)]
+    batches = [jnp.asarray(tune[i : i + n, :-1]) for i in range(0, len(tune), n)]
     for row, rule, algorithms, options in plans:
         if time.time() > end:
             print(f"not run, for want of time: {row!r}", flush=True)
@@ -144,7 +151,7 @@ def main(words: list[str]) -> None:
             calibrated = mt.calibrate(
                 floats, provider, batches, algorithms=algorithms,
                 loss=loss if options.weigh in ("gradient", "both") else None,
-                options=options,
+                options=options, progress=say,
             )  # fmt: skip
         except (
             ValueError,

@@ -471,7 +471,7 @@ class _Work:
             [self.program.arrays(batch) for batch in self.batches],
             self.options.learn,
             say,
-            self.corrected,
+            self.biases,
         )
         return learned
 

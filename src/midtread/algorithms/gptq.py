@@ -249,6 +249,10 @@ def _blocks(K: int, block: int) -> tuple[int, int]:
     return count, -(-K // count)
 
 
+# Unlike x.at[i].set(row), which is a scatter, this is written in place.
+_put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
+
 def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
     """Rounded rows, each row's error made up for by those after it. W [K, n]."""
     K, n = W.shape
@@ -281,7 +285,7 @@ def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
             error = (rows[i] - value) / own[i, i]
             later = jnp.where(jnp.arange(block) > i, own[i], 0.0)
             rows = rows - later[:, None] * error
-            return rows, done.at[i].set(value), errors.at[i].set(error)
+            return rows, _put(done, value, i), _put(errors, error, i)
 
         start = cut(W)
         _, done, errors = jax.lax.fori_loop(
@@ -323,9 +327,9 @@ def _fit_scales(W, Q, H, scale, tile: int):
         step = -jnp.sum(V * cut(slope), axis=0) / jnp.where(bend > 0, bend, 1.0)
         step = jnp.clip(jnp.where(bend > 0, step, 0.0), -0.5, 0.5)
         columns = jax.lax.dynamic_slice_in_dim(H, b * tile, tile, axis=1)
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-        Q = put(Q, V * (1 + step), b * tile)
-        scale = put(scale, cut(scale) * (1 + step), b * tile)
+        paste = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+        Q = paste(Q, V * (1 + step), b * tile)
+        scale = paste(scale, cut(scale) * (1 + step), b * tile)
         return Q, scale, slope + columns @ (V * step)
 
     Q, scale, _ = jax.lax.fori_loop(0, K // tile, fit, (Q, scale, slope))
@@ -359,7 +363,7 @@ def _fit_codes(W, Q, H, grid: Grid, block: int):
             row = jax.tree.map(lambda part: part[i], here)
             best = row.nearest(values[i] - slopes[i] / own[i, i])
             slopes = slopes + own[:, i][:, None] * (best - values[i])
-            return values.at[i].set(best), slopes
+            return _put(values, best, i), slopes
 
         before = cut(Q)
         values, _ = jax.lax.fori_loop(0, block, set_row, (before, cut(slope)))

@@ -238,7 +238,7 @@ def solve(
     batches: Sequence[list[Any]],
     options: LearnOptions,
     say: Callable[[str], None],
-    others: dict[Any, jax.Array] | None = None,
+    biases: dict[tuple, jax.Array] | None = None,
 ) -> tuple[dict[int, QArray], tuple[float, float]]:
     """Better codes for all weights of a program.
 
@@ -252,56 +252,68 @@ def solve(
         batches: the arrays of every batch.
         options: how it is done.
         say: told how far it is.
-        others: variable -> what else the quantized model has in its place, biases say.
+        biases: path -> what the quantized model has instead of that parameter.
 
     Returns:
         Codes, and the distance over all batches before and after. Where that did not fall,
         the codes are those that were given.
     """
 
-    def far(values: dict[int, jax.Array], params: dict, arrays: list[Any]) -> jax.Array:
-        given = dict(others or {})
+    def run(values: dict[int, jax.Array], biases: dict, params: dict, arrays: list):
+        given = {program.params[path]: b for path, b in biases.items()}
         for number, first in users.items():
             v = program.eqns[program.marks[number]["weight"]].outvars[0]
             w = program.sites[number].as_operand(values[first])
             given[v] = w.astype(v.aval.dtype)
-        wanted = jax.lax.stop_gradient(outputs(program, params, arrays))
-        outs = outputs(program, params, arrays, given)
-        return distance(options.distance, outs, wanted)
+        return outputs(program, params, arrays, given)
 
-    def values_of(codes: dict[int, QArray]) -> dict[int, jax.Array]:
-        return {n: dequantize(q).reshape(shapes[n]) for n, q in codes.items()}
+    def far(values, biases, params, arrays, wanted):
+        return distance(options.distance, run(values, biases, params, arrays), wanted)
 
-    measure = jax.jit(lambda codes, *args: far(values_of(codes), *args))
+    own = dict(biases or {})
+    # Weights are moved one by one, in a function that all of a shape share: in one with
+    # the model, some thousand small operations would take minutes to compile.
+    forward, slopes = jax.jit(run), jax.jit(jax.value_and_grad(far))
+    apart = jax.jit(functools.partial(distance, options.distance))
+    wanted = lambda batch: forward(weights, {}, params, batch)
+    value = lambda n, q: dequantize(q).reshape(weights[n].shape)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def advance(states, given, params, batch, number):
-        values = values_of({n: codes(s, given[n]) for n, s in states.items()})
-        now, slopes = jax.value_and_grad(far)(values, params, batch)
-        left = 1 - (number - 1) / options.steps
-        moved = {}
-        for n, state in states.items():
-            scale_rate = options.scale_rate if is_free(specs[n]) else 0.0
-            rates = options.rate * left, scale_rate * left
-            moved[n] = step(state, given[n], slopes[n], number, rates)
-        return moved, now
+    def mean(values: dict[int, jax.Array]) -> float:
+        out = lambda batch: forward(values, own, params, batch)
+        parts = [float(apart(out(batch), wanted(batch))) for batch in batches]
+        return sum(parts) / len(parts)
 
-    shapes = {n: w.shape for n, w in weights.items()}
-    mean = lambda codes: (
-        sum(float(measure(codes, params, batch)) for batch in batches) / len(batches)
-    )
-    before = mean(solved)
-    states = {n: start(weights[n], q, options.start) for n, q in solved.items()}
+    values = {n: value(n, q) for n, q in solved.items()}
+    before = mean(values)
+    states = {n: _start(weights[n], q, options.start) for n, q in solved.items()}
     for number in range(options.steps):
         turn, at = divmod(number, len(batches))
         if at == 0:
             key = jax.random.fold_in(jax.random.key(0), turn)
             order = jax.random.permutation(key, len(batches)).tolist()
         batch = batches[order[at]]
-        states, now = advance(states, solved, params, batch, jnp.float32(number + 1))
+        now, grads = slopes(values, own, params, batch, wanted(batch))
+        left = 1 - number / options.steps
+        for n, q in solved.items():
+            scale_rate = options.scale_rate if is_free(specs[n]) else 0.0
+            rates = jnp.array([options.rate * left, scale_rate * left])
+            args = q, grads.pop(n), jnp.float32(number + 1), rates
+            states[n], values[n] = _move(states[n], *args)
         if (number + 1) % 20 == 0 or number + 1 == options.steps:
             say(f"learn: step {number + 1} of {options.steps}, distance {now:.4g}")
-    learned = {n: codes(state, solved[n]) for n, state in states.items()}
-    after = mean(learned)
+    after = mean(values)
     say(f"learn: distance {before:.4g} before, {after:.4g} after")
-    return (learned, (before, after)) if after < before else (solved, (before, before))
+    if after >= before:
+        return solved, (before, before)
+    learned = {n: codes(state, solved[n]) for n, state in states.items()}
+    return learned, (before, after)
+
+
+_start = jax.jit(start, static_argnums=2)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _move(state: State, q: QArray, g: jax.Array, number, rates):
+    """A step, and the values that the weight then has."""
+    state = step(state, q, g, number, (rates[0], rates[1]))
+    return state, dequantize(codes(state, q)).reshape(g.shape)
