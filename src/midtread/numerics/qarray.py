@@ -315,6 +315,8 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
 
 def _check_shards(x: jax.Array, counts: tuple[int, ...]) -> None:
     """Refuses tiles that straddle shards, where shardings are part of the type."""
+    if not isinstance(x, jax.Array):  # NumPy's, or an nnx.Variable
+        return
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in getattr(sharding.mesh, "axis_types", ()):
         return
