@@ -378,18 +378,18 @@ def _write_integers(q: QArray, activations: bool, where: str):
     codes = np.asarray(q.qvalue)
     if zero is not None:
         zero = np.broadcast_to(np.asarray(zero), scale.shape)
-    made = {"weight_scale": scale}
+    tensors = {"weight_scale": scale}
     if scheme.format != PACKED:
-        made["weight"] = codes
+        tensors["weight"] = codes
         if zero is not None:
-            made["weight_zero_point"] = np.ascontiguousarray(zero)
-        return scheme, made
-    made["weight_packed"] = layouts.pack_words(layouts.unsigned(codes, bits), bits)
-    made["weight_shape"] = np.array(q.shape, np.int64)
+            tensors["weight_zero_point"] = np.ascontiguousarray(zero)
+        return scheme, tensors
+    tensors["weight_packed"] = layouts.pack_words(layouts.unsigned(codes, bits), bits)
+    tensors["weight_shape"] = np.array(q.shape, np.int64)
     if zero is not None:
         raw = layouts.unsigned(zero, bits)
-        made["weight_zero_point"] = layouts.pack_words(raw, bits, axis=0)
-    return scheme, made
+        tensors["weight_zero_point"] = layouts.pack_words(raw, bits, axis=0)
+    return scheme, tensors
 
 
 def _shared(q: QArray, where: str, block: bool = False):
@@ -429,12 +429,12 @@ def _whole(scale: np.ndarray, shape, tile) -> tuple[np.ndarray, tuple[int, int]]
 
 
 def _dynamic(bits: int, kind: str, args: Mapping[str, Any]) -> tuple:
-    made = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True}
+    common = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True}
     if args["strategy"] == "block":
         return _items(
-            made | {"strategy": "group", "group_size": args["block_structure"][1]}
+            common | {"strategy": "group", "group_size": args["block_structure"][1]}
         )
-    return _items(made | {"strategy": "token"})
+    return _items(common | {"strategy": "token"})
 
 
 def _items(args: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -452,8 +452,8 @@ def _write_four_bits(q: QArray, activations: bool, where: str):
     if name == "mxfp4":
         args |= {"strategy": "group", "scale_dtype": "torch.uint8", "zp_dtype": None}
         inputs = {**args, "dynamic": True} if activations else {}
-        made = {"weight_packed": packed, "weight_scale": exponents(scale, where)}
-        return Scheme("mxfp4-pack-quantized", _items(args), _items(inputs)), made
+        tensors = {"weight_packed": packed, "weight_scale": exponents(scale, where)}
+        return Scheme("mxfp4-pack-quantized", _items(args), _items(inputs)), tensors
     if activations:
         raise layouts.refuse(
             where,
@@ -463,12 +463,12 @@ def _write_four_bits(q: QArray, activations: bool, where: str):
     if q.global_scale is not None:
         scale = scale * np.asarray(q.global_scale, np.float32)
     block, whole = _two_levels(scale, where)
-    made = {
+    tensors = {
         "weight_packed": packed,
         "weight_scale": block,
         "weight_global_scale": whole,
     }
-    return Scheme("nvfp4-pack-quantized", _items(args)), made
+    return Scheme("nvfp4-pack-quantized", _items(args)), tensors
 
 
 def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:

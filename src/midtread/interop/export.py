@@ -180,12 +180,12 @@ _WRITERS = {"GPTQ": gptq.write_gptq, "AWQ": gptq.write_awq, "MLX": mlx.write}
 def _scheme_and_tensors(q: QArray, target: Target, module: str):
     """What the config has to say of a module, and its tensors by their whole names."""
     if target.layout == _CT:
-        scheme, made = compressed_tensors.write(q, target.activations, module)
+        scheme, tensors = compressed_tensors.write(q, target.activations, module)
     else:
-        made = _WRITERS[target.layout](q, module)
+        tensors = _WRITERS[target.layout](q, module)
         size = layouts.group_size(q, module)
         scheme = Groups(q.format.bits, size, q.zero_point is None)
-    return scheme, {f"{module}.{end}": array for end, array in made.items()}
+    return scheme, {f"{module}.{end}": array for end, array in tensors.items()}
 
 
 def _config(target: Target, schemes: Mapping[str, Any], left: Sequence[str]):
@@ -199,11 +199,11 @@ def _config(target: Target, schemes: Mapping[str, Any], left: Sequence[str]):
                   if (s.bits, s.size) != (bits, size)}  # fmt: skip
         return {"quantization": {**mlx.config(bits, size), **others}}
     if target.layout == "GPTQ":
-        made = gptq.gptq_config(bits, size, all(s.is_symmetric for s in kinds))
+        about = gptq.gptq_config(bits, size, all(s.is_symmetric for s in kinds))
     else:
-        made = gptq.awq_config(size)
-        made["modules_to_not_convert"] = list(left) or None
-    return {"quantization_config": made}
+        about = gptq.awq_config(size)
+        about["modules_to_not_convert"] = list(left) or None
+    return {"quantization_config": about}
 
 
 # --- the plan --------------------------------------------------------------------------------
@@ -478,12 +478,12 @@ def export(
 
 def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
     """What must be the same for an export to go on."""
-    held = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
+    listed = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
     return {
         "source": source.name,
         "target": json.loads(json.dumps(target)),
         "weights": list(planned.weights),
-        "tensors": held,
+        "tensors": listed,
     }
 
 
@@ -503,10 +503,10 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
         if name in weights:
             module = name.removesuffix(".weight")
             q = array if isinstance(array, QArray) else quantized(array, spec)
-            scheme, made = _scheme_and_tensors(q, target, module)
-            waiting |= made
+            scheme, tensors = _scheme_and_tensors(q, target, module)
+            waiting |= tensors
             pending[module] = scheme
-            del q, made
+            del q, tensors
         else:
             is_code = isinstance(array, QArray)
             waiting[name] = as_floats(array, dtype) if is_code else np.asarray(array)
@@ -585,11 +585,11 @@ class _Work:
             else ["model.safetensors"]
         )
         weight_map, total = {}, 0
-        for (file, held), new in zip(self.files, names):
+        for (file, sizes), new in zip(self.files, names):
             if (self.folder / file).exists():
                 os.replace(self.folder / file, self.folder / new)
-            weight_map |= dict.fromkeys(held, new)
-            total += sum(held.values())
+            weight_map |= dict.fromkeys(sizes, new)
+            total += sum(sizes.values())
         if count == 1:
             return {}
         return {"metadata": {"total_size": total}, "weight_map": weight_map}

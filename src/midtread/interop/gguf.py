@@ -131,8 +131,8 @@ class _Header:
                 f"it is one of {parts} files. Join them with llama-gguf-split --merge"
             )
         self.tensors: dict[str, Tensor] = {}
-        found = [self._tensor() for _ in range(self.num_tensors)]
-        self._lay_out(found)
+        tensors = [self._tensor() for _ in range(self.num_tensors)]
+        self._lay_out(tensors)
 
     def _refuse(self, what: str) -> ValueError:
         return ValueError(f"{self.path} cannot be read as GGUF: {what}.")
@@ -224,13 +224,15 @@ class _Header:
         nbytes = math.prod(shape) // block.size * block.nbytes
         return name, block.name, shape, offset, nbytes
 
-    def _lay_out(self, found: list[tuple[str, str, tuple[int, ...], int, int]]) -> None:
+    def _lay_out(
+        self, tensors: list[tuple[str, str, tuple[int, ...], int, int]]
+    ) -> None:
         align = self.metadata.get("general.alignment", 32)
         if type(align) is not int or align <= 0 or align & (align - 1):
             raise self._refuse(f"general.alignment is {align!r}, not a power of two")
         start = -(-self.at // align) * align
         position = 0
-        for name, kind, shape, offset, nbytes in sorted(found, key=lambda t: t[3]):
+        for name, kind, shape, offset, nbytes in sorted(tensors, key=lambda t: t[3]):
             if name in self.tensors:
                 raise self._refuse(f"tensor {name!r} appears twice")
             if offset % align or offset < position:
@@ -283,8 +285,8 @@ def header(
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
         out += [_text(name), sizes, struct.pack("<IQ", number, offset)]
         offset += -(-nbytes(kind, shape) // _ALIGN) * _ALIGN
-    made = b"".join(out)
-    return made + bytes(-len(made) % _ALIGN)
+    joined = b"".join(out)
+    return joined + bytes(-len(joined) % _ALIGN)
 
 
 def _text(text: str) -> bytes:

@@ -98,7 +98,7 @@ def export(
 
 def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
     """llama.cpp's tensors, each with the names it is made of: one, or every expert's."""
-    found: dict[str, dict[int, str]] = {}
+    experts_of: dict[str, dict[int, str]] = {}
     for name in source.tensors:
         place = gguf_models.to_tensor(name, model)
         if place is None:
@@ -106,35 +106,35 @@ def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
                 f"{source.name}: {name!r} has no name in llama.cpp's {model.name}."
             )
         tensor, expert = place
-        found.setdefault(tensor, {})[expert or 0] = name
-    return {k: [held[e] for e in sorted(held)] for k, held in found.items()}
+        experts_of.setdefault(tensor, {})[expert or 0] = name
+    return {k: [names[e] for e in sorted(names)] for k, names in experts_of.items()}
 
 
 def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str]):
     """Kind and shape of every tensor; sentences about those that differ from `kind`."""
     left = re.compile("|".join(skip) or r"(?!)")
-    made: dict[str, tuple[str, tuple[int, ...]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     odd: dict[str, list[str]] = {}
     coded: dict[str, list[str]] = {}
-    for tensor, held in names.items():
-        shape = source.tensors[held[0]].shape
+    for tensor, parts in names.items():
+        shape = source.tensors[parts[0]].shape
         if tensor.endswith("_exps.weight"):
-            shape = (len(held), *shape)
+            shape = (len(parts), *shape)
         wanted = kind
         if tensor in _TABLES:
             wanted = "Q6_K" if kind.endswith("_K") else "Q8_0"
-        if len(shape) == 1 or "ffn_gate_inp" in tensor or left.fullmatch(held[0]):
-            made[tensor] = ("F32", shape)
+        if len(shape) == 1 or "ffn_gate_inp" in tensor or left.fullmatch(parts[0]):
+            kinds[tensor] = ("F32", shape)
             continue
-        if is_quantized(source, held[0]):
-            exact = gguf_blocks.kind_of(source.read(held[0]))
+        if is_quantized(source, parts[0]):
+            exact = gguf_blocks.kind_of(source.read(parts[0]))
             if exact is None:
                 raise layouts.refuse(
-                    f"{source.name}: {held[0]}",
-                    f"{source.read(held[0])!r} is in no kind of block of GGUF. Export the "
+                    f"{source.name}: {parts[0]}",
+                    f"{source.read(parts[0])!r} is in no kind of block of GGUF. Export the "
                     "float model, or quantize in groups of 32",
                 )
-            made[tensor] = (exact, shape)
+            kinds[tensor] = (exact, shape)
             if tensor not in _TABLES:
                 coded.setdefault(exact, []).append(tensor)
             continue
@@ -144,7 +144,7 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
         if shape[-1] % gguf_blocks.BLOCKS[wanted].size:
             wanted = "F16"
             odd.setdefault(wanted, []).append(tensor)
-        made[tensor] = (wanted, shape)
+        kinds[tensor] = (wanted, shape)
     if coded and kind not in coded:
         first = next(iter(coded))
         name = next(name for name, block in KINDS.items() if block == first)
@@ -162,7 +162,7 @@ def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str
         f"{len(tensors)} tensors become {other}: {shape_words(source, names, tensors[0])}."
         for other, tensors in odd.items()
     ]
-    return made, notes
+    return kinds, notes
 
 
 def _half_scales(source, names: Mapping[str, list[str]], kinds: Mapping) -> list[str]:
@@ -204,21 +204,21 @@ def _bytes(
     source, names: list[str], kind: str, model, config
 ) -> tuple[np.ndarray, int]:
     """A tensor's bytes, and how many were read for it."""
-    made, read = [], 0
+    pieces, read = [], 0
     for name in names:
         array = source.read(name)
         heads = gguf_models.turned_heads(model, name, config)
         if heads:
             array = gguf.neighbours_turned(array, heads)
         if isinstance(array, QArray) and kind in gguf_blocks.BLOCKS:
-            made.append(gguf_blocks.write_codes(array))
-            read += made[-1].nbytes
+            pieces.append(gguf_blocks.write_codes(array))
+            read += pieces[-1].nbytes
             continue
         read += np.asarray(array).nbytes
         if model.norm_offset and name.endswith("norm.weight"):
             array = np.asarray(array, np.float32) + np.float32(model.norm_offset)
-        made.append(encoded(np.asarray(array), kind))
-    return np.concatenate([m.reshape(-1).view(np.uint8) for m in made]), read
+        pieces.append(encoded(np.asarray(array), kind))
+    return np.concatenate([m.reshape(-1).view(np.uint8) for m in pieces]), read
 
 
 def encoded(x: np.ndarray, kind: str) -> np.ndarray:
@@ -249,7 +249,7 @@ def metadata_of(
     given = {**rope, **config}
     if isinstance(rope.get("full_attention"), Mapping):
         given = {**rope["full_attention"], **config}
-    made: dict[str, Any] = {
+    out: dict[str, Any] = {
         "general.architecture": model.name,
         "general.name": str(
             config.get("_name_or_path") or pathlib.Path(source.name).stem
@@ -264,14 +264,14 @@ def metadata_of(
                 "attention.layer_norm_rms_epsilon",
                 "rope.freq_base",
             ) or ("softcapping" in key)
-            made[f"{model.name}.{key}"] = float(value) if is_float else int(value)
+            out[f"{model.name}.{key}"] = float(value) if is_float else int(value)
     heads = given.get("num_attention_heads", 1)
     size = given.get("head_dim") or given["hidden_size"] // heads
     share = given.get("partial_rotary_factor", 1.0)
-    made[f"{model.name}.rope.dimension_count"] = int(size * share)
-    made[f"{model.name}.attention.key_length"] = size
-    made[f"{model.name}.attention.value_length"] = size
-    made[f"{model.name}.vocab_size"] = source.tensors[
-        "model.embed_tokens.weight"
-    ].shape[0]
-    return made
+    out[f"{model.name}.rope.dimension_count"] = int(size * share)
+    out[f"{model.name}.attention.key_length"] = size
+    out[f"{model.name}.attention.value_length"] = size
+    out[f"{model.name}.vocab_size"] = source.tensors["model.embed_tokens.weight"].shape[
+        0
+    ]
+    return out

@@ -157,7 +157,7 @@ class GGUFModel:
                 raise layouts.refuse(
                     self.name, f"its key {self.model.name}.{key} is {value!r:.60}"
                 )
-        found = {v: self._key(k) for k, v in CONFIG.items() if self._key(k) is not None}
+        known = {v: self._key(k) for k, v in CONFIG.items() if self._key(k) is not None}
         if "token_embd.weight" not in self.file:
             raise layouts.refuse(self.name, "it has no tensor token_embd.weight")
         rows = self.file.tensors["token_embd.weight"].shape[0]
@@ -168,7 +168,7 @@ class GGUFModel:
             "hidden_act": "silu",
             "tie_word_embeddings": "output.weight" not in self.file,
             **self.model.keys,
-            **found,
+            **known,
         }
         for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
             number = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -205,7 +205,7 @@ class GGUFModel:
 
     def _names(self) -> dict[str, tuple[str, int | None]]:
         """The tensor of each name, and which expert of it."""
-        found = {}
+        origins = {}
         for tensor in self.file:
             if tensor == "rope_freqs.weight":
                 continue
@@ -216,11 +216,11 @@ class GGUFModel:
                     f"tensor {tensor!r} has no name in {self.model.model_type}",
                 )
             if "{e}" not in name:
-                found[name] = (tensor, None)
+                origins[name] = (tensor, None)
                 continue
             for e in range(self.file.tensors[tensor].shape[0]):
-                found[name.replace("{e}", str(e))] = (tensor, e)
-        return found
+                origins[name.replace("{e}", str(e))] = (tensor, e)
+        return origins
 
     def _shape(self, tensor: str, expert: int | None) -> tuple[int, ...]:
         shape = self.file.tensors[tensor].shape
@@ -293,9 +293,9 @@ def to_tensor(name: str, kind: Kind) -> tuple[str, int | None] | None:
     back = {v: k for k, v in {**INSIDE, **kind.inside}.items()}
     module, _, end = inner.rpartition(".")
     if inner in back:
-        made = f"blk.{n}.{back[inner]}"
+        tensor = f"blk.{n}.{back[inner]}"
     elif module in back:
-        made = f"blk.{n}.{back[module]}.{end}"
+        tensor = f"blk.{n}.{back[module]}.{end}"
     else:
         return None
-    return made, int(expert[2]) if expert else None
+    return tensor, int(expert[2]) if expert else None

@@ -107,30 +107,30 @@ def metadata(
         return none
     tokens, kinds = _tokens(model["vocab"], about.get("added_tokens", ()), vocab_size)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    made = {
+    keys = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges,
     }
-    return made | _special(by_name, {t: i for i, t in enumerate(tokens)})
+    return keys | _special(by_name, {t: i for i, t in enumerate(tokens)})
 
 
 def _split_name(pre: Any) -> str | None:
     if not isinstance(pre, Mapping):
         return None
     inner = pre.get("pretokenizers", [pre]) if pre.get("type") == "Sequence" else [pre]
-    found = []
+    steps = []
     for one in inner:
         if one.get("type") == "Split":
-            found.append(one.get("pattern", {}).get("Regex", ""))
+            steps.append(one.get("pattern", {}).get("Regex", ""))
         elif one.get("type") == "Digits":
-            found.append("digits")
+            steps.append("digits")
         elif one.get("type") != "ByteLevel":
             return None
     return next(
-        (name for name, splits in SPLITS.items() if tuple(found) == splits), None
+        (name for name, splits in SPLITS.items() if tuple(steps) == splits), None
     )
 
 
@@ -152,7 +152,7 @@ def _special(files: Mapping[str, pathlib.Path], numbers: Mapping[str, int]):
     if "tokenizer_config.json" not in files:
         return {}
     about = json.loads(files["tokenizer_config.json"].read_text())
-    made: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name, key in (
         ("bos", "bos"),
         ("eos", "eos"),
@@ -162,9 +162,9 @@ def _special(files: Mapping[str, pathlib.Path], numbers: Mapping[str, int]):
         token = about.get(f"{name}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
         if token in numbers:
-            made[f"tokenizer.ggml.{key}_token_id"] = numbers[token]
+            keys[f"tokenizer.ggml.{key}_token_id"] = numbers[token]
     if isinstance(about.get("add_bos_token"), bool):
-        made["tokenizer.ggml.add_bos_token"] = about["add_bos_token"]
+        keys["tokenizer.ggml.add_bos_token"] = about["add_bos_token"]
     if isinstance(about.get("chat_template"), str):
-        made["tokenizer.chat_template"] = about["chat_template"]
-    return made
+        keys["tokenizer.chat_template"] = about["chat_template"]
+    return keys

@@ -219,12 +219,12 @@ def _in_order(words: np.ndarray, count: int) -> np.ndarray:
 
 
 def _modules(tensors: Mapping[str, Any]) -> list[str]:
-    found = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
-    for module in found:
+    modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+    for module in modules:
         for end in (".scales",):
             if f"{module}{end}" not in tensors:
                 raise layouts.refuse(module, f"has a qweight, but no {end[1:]}")
-    return found
+    return modules
 
 
 def _matrix(tensors: Mapping[str, Any], name: str) -> tuple[int, int]:

@@ -159,8 +159,8 @@ class Folder:
     @property
     def files(self) -> list[pathlib.Path]:
         """The files that hold the weights, and the index where there is one."""
-        held = [pathlib.Path(reader.file) for reader in self._files]
-        return [*held, self.path / INDEX] if self._index else held
+        files = [pathlib.Path(reader.file) for reader in self._files]
+        return [*files, self.path / INDEX] if self._index else files
 
     @property
     def nbytes(self) -> int:
@@ -191,25 +191,25 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
             f"{file} has {file.stat().st_size} bytes: that is no {file.name}."
         )
     try:
-        found = json.loads(
+        content = json.loads(
             file.read_bytes().decode(), object_pairs_hook=safetensors.no_duplicates
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} does not read as JSON: {error}.") from None
-    if not isinstance(found, dict):
-        what = type(found).__name__
+    if not isinstance(content, dict):
+        what = type(content).__name__
         raise ValueError(f"{file} should hold an object, not a {what}.")  # noqa: TRY004
-    return found
+    return content
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:
     """Tensor to file of the index; {} where there is none."""
     if not (path / INDEX).is_file():
         return {}
-    found = read_json(path / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path / INDEX} has no weight_map from tensors to files.")
-    for name, file in found.items():
+    for name, file in weight_map.items():
         plain = isinstance(file, str) and file == os.path.basename(file)
         if not plain or not file.endswith(".safetensors"):
             raise ValueError(
@@ -220,18 +220,18 @@ def read_index(path: pathlib.Path) -> dict[str, str]:
             raise ValueError(
                 f"{path} lacks {file}, which {INDEX} names: fetch it again."
             )
-    return found
+    return weight_map
 
 
 def _only_file(path: pathlib.Path) -> str:
     if (path / SINGLE).is_file():
         return SINGLE
-    found = sorted(p.name for p in path.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    files = sorted(p.name for p in path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if files:
         raise ValueError(
-            f"{path} has {len(found)} .safetensors files ({found[0]}, ...), but no {INDEX} "
+            f"{path} has {len(files)} .safetensors files ({files[0]}, ...), but no {INDEX} "
             "that says what is in which: fetch it too."
         )
     pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
@@ -453,14 +453,14 @@ Places = list[tuple[Row, str, tuple[int, ...]]]  # row, tensor, index in the sta
 
 
 def _by_path(table: Table) -> dict[str, Places]:
-    found: dict[str, Places] = {}
+    by_path: dict[str, Places] = {}
     for row in table:
         for name, path, index in row.places():
-            found.setdefault(path, []).append((row, name, index))
-    for path, places in found.items():
+            by_path.setdefault(path, []).append((row, name, index))
+    for path, places in by_path.items():
         if len({index for *_, index in places}) != len(places):
             raise ValueError(f"two rows of the table make {path!r}.")
-    return found
+    return by_path
 
 
 def _check_shape(source: Source, path: str, places: Places, target: Any) -> None:
@@ -664,7 +664,7 @@ def _joined(name: str, parts: list[QArray], axis: int) -> QArray:
         raise ValueError(
             f"{name}: its parts are not in one format, and cannot be joined."
         )
-    return jax.tree.map(lambda *held: np.concatenate(held, axis), *parts)
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis), *parts)
 
 
 class Floats(Mapping):

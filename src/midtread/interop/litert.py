@@ -185,8 +185,8 @@ def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, 
         )
         provider._ops = trained._ops
         twin = quantize_model(model, provider, methods=(method,))
-        held = {k: v for k, v in variables.items() if k != "quant_stats"}
-        return provider, lambda *x: twin.apply(held, *x, method=method, **call)
+        kept = {k: v for k, v in variables.items() if k != "quant_stats"}
+        return provider, lambda *x: twin.apply(kept, *x, method=method, **call)
     if variables is not None:
         raise ValueError("an NNX model holds its variables: pass variables=None.")
     stats = nnx.state(model, flaxlib.QuantStat) if quant_stats is None else quant_stats

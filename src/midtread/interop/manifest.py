@@ -60,7 +60,7 @@ def _sum_of(record: Mapping[str, Any], *name: str) -> str:
 def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]:
     """An entry without its data: all that `build` needs besides arrays."""
     inner = entry.array if isinstance(entry, WithAux) else entry
-    made: dict[str, Any] = {"parts": {}}
+    described: dict[str, Any] = {"parts": {}}
     for part, array in parts(entry).items():
         dtype = getattr(array, "dtype", None)
         if not isinstance(dtype, np.dtype) or dtype.kind in "cOSUmM":
@@ -71,21 +71,21 @@ def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]
         bits = 8 if array.dtype == np.bool_ else dtype_bits(array.dtype)
         if part == "qvalue":
             bits = min(bits, inner.format.bits)
-        made["parts"][part] = {
+        described["parts"][part] = {
             "dtype": array.dtype.name,
             "shape": list(array.shape),
             "bits": bits,
         }
     if isinstance(inner, QArray):
-        made["qtype"] = inner.format.name
-        made["tile"] = list(inner.scale_tile_shape)
-        made["logical"] = None if inner.logical is None else list(inner.logical)
-        found = _rule_of(name, inner.format.name, rules)
-        if found is not None:
-            made["rule"] = found
+        described["qtype"] = inner.format.name
+        described["tile"] = list(inner.scale_tile_shape)
+        described["logical"] = None if inner.logical is None else list(inner.logical)
+        rule = _rule_of(name, inner.format.name, rules)
+        if rule is not None:
+            described["rule"] = rule
     if isinstance(entry, WithAux):
-        made["how"] = _spec_json(entry.how)
-    return made
+        described["how"] = _spec_json(entry.how)
+    return described
 
 
 def _rule_of(name: str, qtype: str, rules: Sequence[Any]) -> int | None:
@@ -142,7 +142,7 @@ def build(name: str, described: Mapping[str, Any], arrays: Mapping[str, Any]) ->
 def rules_json(rules: Any) -> list[dict[str, Any]]:
     """Rules, or a provider's, as plain data: the fields that are not at their default."""
     rules = getattr(rules, "_rules", rules)
-    made = []
+    out = []
     for i, rule in enumerate(as_rules(rules or ())):
         if type(rule).__name__ not in _RULES:
             raise TypeError(
@@ -153,8 +153,8 @@ def rules_json(rules: Any) -> list[dict[str, Any]]:
             value = getattr(rule, field.name)
             if value is not field.default and value != field.default:
                 fields[field.name] = _field_json(i, field.name, value)
-        made.append(fields)
-    return made
+        out.append(fields)
+    return out
 
 
 def _field_json(index: int, name: str, value: Any) -> Any:
@@ -176,7 +176,7 @@ def _field_json(index: int, name: str, value: Any) -> Any:
 
 def rules_from(manifest: Mapping[str, Any]) -> list[Any]:
     """The rules that a checkpoint was saved with."""
-    made = []
+    out = []
     for fields in manifest["rules"]:
         fields = dict(fields)
         kind = _RULES[fields.pop("type")]
@@ -185,8 +185,8 @@ def rules_from(manifest: Mapping[str, Any]) -> list[Any]:
         for name in ("op_names", "act_batch_axes", "channelwise_noise_axes"):
             if name in fields:
                 fields[name] = tuple(fields[name])
-        made += as_rules([fields], kind)
-    return made
+        out += as_rules([fields], kind)
+    return out
 
 
 # --- sealing and checking ---------------------------------------------------------------------
@@ -198,9 +198,9 @@ def seal(
     """The manifest of these entries, with its sums."""
     for name, entry in entries.items():
         entry["sum"] = _sum_of(entry, name)
-    made = {"format": FORMAT, "version": VERSION, "rules": rules, **more}
-    made |= {"names": sorted(entries), "entries": entries}
-    return {**made, "sum": _sum_of(made)}
+    whole = {"format": FORMAT, "version": VERSION, "rules": rules, **more}
+    whole |= {"names": sorted(entries), "entries": entries}
+    return {**whole, "sum": _sum_of(whole)}
 
 
 def check(file: str, manifest: Any, *more: str) -> dict[str, Any]:
@@ -253,21 +253,21 @@ def _check_entries(file: str, manifest: dict[str, Any]) -> None:
 
 def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
     """Raises ValueError naming the first tensor in which a target differs."""
-    held = manifest["entries"]
+    stored = manifest["entries"]
     for name, entry in target.entries.items():
-        if name not in held:
+        if name not in stored:
             raise ValueError(
                 f"{file} has no tensor {name!r}, which the target has: it is a checkpoint "
-                f"of another model. {near(name, held)}"
+                f"of another model. {near(name, stored)}"
             )
         want = describe(name, entry)
         for field in ("qtype", "logical", "how"):
-            if want.get(field) != held[name].get(field):
+            if want.get(field) != stored[name].get(field):
                 raise ValueError(
-                    f"{file}: tensor {name!r} has {field} {held[name].get(field)}, but the "
+                    f"{file}: tensor {name!r} has {field} {stored[name].get(field)}, but the "
                     f"target has {want.get(field)}."
                 )
-        have = held[name]["parts"]
+        have = stored[name]["parts"]
         for part in want["parts"].keys() | have.keys():
             a, b = have.get(part), want["parts"].get(part)
             pick = lambda p: p and (p["dtype"], p["shape"])
@@ -276,7 +276,7 @@ def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
                     f"{file}: tensor {f'{name}/{part}'.strip('/')!r} is {pick(a)}, but the "
                     f"target has {pick(b)}."
                 )
-    extra = sorted(held.keys() - target.entries.keys())
+    extra = sorted(stored.keys() - target.entries.keys())
     if extra:
         raise ValueError(
             f"{file} holds tensor {extra[0]!r}, which the target does not have: it is a "

@@ -191,8 +191,8 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{folder / _ARRAYS / file} does not belong to this checkpoint."
         )
-    for file, found in _sums(folder / _ARRAYS, sorted(wanted)).items():
-        if found != wanted[file]:
+    for file, digest in _sums(folder / _ARRAYS, sorted(wanted)).items():
+        if digest != wanted[file]:
             raise ValueError(
                 f"{folder / _ARRAYS / file}{tensor(file)} does not have the sum it was "
                 "written with: the file is damaged, or files were exchanged."
@@ -237,8 +237,8 @@ def load_float(path: Any, target: Any) -> Any:
         except (ValueError, FileNotFoundError, AttributeError) as error:
             raise ValueError(f"{folder} is not an orbax checkpoint: {error}") from None
         host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-        found = checkpointer.restore(folder, restore_args=host)
-    return trees.fill(str(folder), _flat(found), trees.open_tree(target))
+        restored = checkpointer.restore(folder, restore_args=host)
+    return trees.fill(str(folder), _flat(restored), trees.open_tree(target))
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -85,15 +85,15 @@ class QuantizedFolder:
 
     Args:
         folder: the folder, opened.
-        found: what its layout finds in it.
+        findings: what its layout finds in it.
     """
 
-    def __init__(self, folder: huggingface.Folder, found: Found):
+    def __init__(self, folder: huggingface.Folder, findings: Found):
         self.folder, self.name, self.config = folder, folder.name, folder.config
-        self.weights, self.notes = found.weights, found.notes
-        self.activations = found.activations
+        self.weights, self.notes = findings.weights, findings.notes
+        self.activations = findings.activations
         used = {n for w in self.weights.values() for n in w.tensors.values()}
-        extra = _leftovers(folder.tensors, used | found.unused)
+        extra = _leftovers(folder.tensors, used | findings.unused)
         if extra:
             raise layouts.refuse(
                 folder.name, f"tensor {min(extra)!r} belongs to no weight that is read"
@@ -101,7 +101,7 @@ class QuantizedFolder:
         self.tensors = {
             name: tensor
             for name, tensor in folder.tensors.items()
-            if name not in used and name not in found.unused
+            if name not in used and name not in findings.unused
         }
         for name, weight in self.weights.items():
             about = huggingface.Tensor(weight.shape, np.dtype(np.float32))
@@ -111,8 +111,8 @@ class QuantizedFolder:
         """What tensors of one format have in common."""
         if name not in self.weights:
             return "float"
-        held = self.weights[name].tensors
-        return sorted((role, *self.folder.tensors[n]) for role, n in held.items())
+        parts = self.weights[name].tensors
+        return sorted((role, *self.folder.tensors[n]) for role, n in parts.items())
 
     def read(self, name: str) -> QArray | np.ndarray:
         """A tensor: a QArray of numpy arrays where it is quantized, an array elsewhere."""

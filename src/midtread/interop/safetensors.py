@@ -427,7 +427,7 @@ def _decode(data: bytes, record: Mapping, qtype: str | None, part: str) -> np.nd
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return unique

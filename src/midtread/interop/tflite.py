@@ -155,7 +155,7 @@ def _tensor(model: Any, t: Any) -> Tensor:
 
 def _ops(model: Any, graph: Any, pick: Callable) -> list[Op]:
     names = _names(schema().BuiltinOperator)
-    found = []
+    out = []
     dequantized = set()  # constants that a DEQUANTIZE makes float
     for op in graph.operators:
         code = model.operatorCodes[op.opcodeIndex]
@@ -163,10 +163,10 @@ def _ops(model: Any, graph: Any, pick: Callable) -> list[Op]:
         inputs, outputs = pick(op.inputs), pick(op.outputs)
         if name == "DEQUANTIZE" and inputs[0].bytes:
             dequantized.add(outputs[0].name)
-        found.append(
+        out.append(
             Op(name, inputs, outputs, _why_float(name, inputs, outputs, dequantized))
         )
-    return found
+    return out
 
 
 def _why_float(name: str, inputs, outputs, dequantized: set[str]) -> str | None:
@@ -226,11 +226,11 @@ def _as_text(file: File) -> str:
 
 
 def _interpreter(path: str | os.PathLike) -> Any:
-    made = _require("ai_edge_litert.interpreter").Interpreter(
+    interpreter = _require("ai_edge_litert.interpreter").Interpreter(
         model_path=os.fspath(path)
     )
-    made.allocate_tensors()
-    return made
+    interpreter.allocate_tensors()
+    return interpreter
 
 
 def run(path: str | os.PathLike, *inputs: Any) -> tuple[np.ndarray, ...]:

@@ -76,7 +76,7 @@ def find(folder: Any, config: Mapping[str, Any]) -> Found:
 
 def _described(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     """What the metadata of all files say of each tensor."""
-    found = {}
+    described = {}
     for name in _json("tensor_names", metadata.get("tensor_names"), list):
         about = _json(name, metadata.get(name), dict)
         kind = about.get("_type")
@@ -88,21 +88,21 @@ def _described(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
             )
         if kind != _FLOAT and not isinstance(about.get("_data"), Mapping):
             raise layouts.refuse(name, f"has no attributes of {kind} in the metadata")
-        found[name] = about
-    return found
+        described[name] = about
+    return described
 
 
 def _json(name: Any, text: Any, kind: type) -> Any:
     try:
-        found = json.loads(text) if isinstance(text, str) else None
+        value = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
+        value = None
+    if not isinstance(value, kind):
         raise layouts.refuse(
             "__metadata__",
             f"{name!r} is not described, as torchao's safetensors have it",
         )
-    return found
+    return value
 
 
 def _parts(tensors: Mapping[str, Any], name: str, about: Mapping) -> dict[str, str]:
@@ -121,16 +121,16 @@ def _parts(tensors: Mapping[str, Any], name: str, about: Mapping) -> dict[str, s
 
 
 def _weight(tensors, name: str, about: Mapping, parts: dict[str, str]) -> Weight:
-    held, data = CLASSES[about["_type"]], about["_data"]
+    kind, data = CLASSES[about["_type"]], about["_data"]
     stored = tensors[parts["qdata"]]
     dtype = np.dtype(stored.dtype).name
-    if dtype not in held.dtypes or len(stored.shape) != 2 or 0 in stored.shape:
+    if dtype not in kind.dtypes or len(stored.shape) != 2 or 0 in stored.shape:
         raise layouts.refuse(
             name, f"its qdata are {dtype}{list(stored.shape)}, not {about['_type']}'s"
         )
     rows, columns = stored.shape
-    read = lambda arrays: held.read(arrays, data, name)
-    return Weight((rows, columns * held.dtypes[dtype]), parts, read)
+    read = lambda arrays: kind.read(arrays, data, name)
+    return Weight((rows, columns * kind.dtypes[dtype]), parts, read)
 
 
 # --- activations -----------------------------------------------------------------------------

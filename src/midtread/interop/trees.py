@@ -134,11 +134,11 @@ def _open_nnx(model: nnx.Module) -> Tree:
         new = []
         for (path, names, structure), (_, variable) in zip(places, flat):
             if names is not None:
-                found = [arrays[name][part] for name, part in names]
+                parts = [arrays[name][part] for name, part in names]
                 value = (
-                    found[0]
+                    parts[0]
                     if structure is None
-                    else jax.tree.unflatten(structure, found)
+                    else jax.tree.unflatten(structure, parts)
                 )
                 variable = variable.replace(value)
             new.append((path, variable))
@@ -180,14 +180,14 @@ def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:
     Names may be joined by dots or slashes, and end in 'value' as nnx.State's do. State that
     only quantization has stays as the target has it, or begins as a new model's does.
     """
-    found = {}
+    stored = {}
     for name, array in arrays.items():
         path = name.replace(".", "/").split("/")
-        found["/".join(path[:-1] if path[-1] == "value" else path)] = array
-    if not found.keys() & target.entries.keys() and all(
+        stored["/".join(path[:-1] if path[-1] == "value" else path)] = array
+    if not stored.keys() & target.entries.keys() and all(
         n.startswith("params/") for n in target.entries if n not in target.optional
     ):
-        found = {f"params/{k}": v for k, v in found.items()}  # params saved alone
+        stored = {f"params/{k}": v for k, v in stored.items()}  # params saved alone
     new: dict[str, dict[str, Any]] = {}
     for name, entry in target.entries.items():
         if _is_entry(entry):
@@ -195,19 +195,19 @@ def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:
                 f"{file} is a float checkpoint, but {name!r} is quantized in the target. "
                 "Load it into the float model, then use quantize_params or quantize_model."
             )
-        if name not in found and name in target.optional:
+        if name not in stored and name in target.optional:
             # scales of delayed fp8 begin at 1, all else at 0
             first = jnp.full(entry.shape, name.endswith("_scale"), entry.dtype)
             value = entry if isinstance(entry, jax.Array) else first
-        elif name not in found:
+        elif name not in stored:
             raise ValueError(
-                f"{file} has no tensor {name!r}, which the target has. {near(name, found)}"
+                f"{file} has no tensor {name!r}, which the target has. {near(name, stored)}"
             )
         else:
-            value = _same(file, name, found.pop(name), entry)
+            value = _same(file, name, stored.pop(name), entry)
         new[name] = {"": value}
-    if found:
-        extra = min(found)
+    if stored:
+        extra = min(stored)
         raise ValueError(
             f"{file} holds tensor {extra!r}, which the target does not have. "
             f"{near(extra, target.entries)}"

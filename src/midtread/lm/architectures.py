@@ -484,8 +484,8 @@ class _Reader:
         self.config, self.where = config, where
 
     def __call__(self, name: str, key: str, default: Any) -> Any:
-        found = [self.config.get(n) for n in name.split("|")]
-        value = next((x for x in found if x is not None), None)
+        given = [self.config.get(n) for n in name.split("|")]
+        value = next((x for x in given if x is not None), None)
         if value is None:
             require(default is not None, f"{self.where}: config.json has no {name}.")
             return default

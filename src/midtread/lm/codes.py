@@ -41,17 +41,19 @@ def formats(model: nnx.Module) -> list[str]:
     return sorted({n.how.format.name for n in nodes if isinstance(n, WithAux)})
 
 
-def has_codes(found: Any) -> bool:
+def has_codes(arrays: Any) -> bool:
     """Whether some of a folder's arrays are quantized (`huggingface.arrays`)."""
-    return any(export.is_quantized(found.source, name) for name in found.source.tensors)
+    return any(
+        export.is_quantized(arrays.source, name) for name in arrays.source.tensors
+    )
 
 
-def load(config: Config, found: Any) -> nnx.Module:
+def load(config: Config, arrays: Any) -> nnx.Module:
     """The model that a folder's arrays amount to, with codes where the folder has them.
 
     Args:
         config: of the model; without quantization, which the folder has done.
-        found: `huggingface.arrays` of the folder.
+        arrays: `huggingface.arrays` of the folder.
 
     Raises:
         UsageError: the config asks for quantization of its own.
@@ -60,28 +62,28 @@ def load(config: Config, found: Any) -> nnx.Module:
     asked = [f"{name}={value}" for name, value in given.items() if value]
     require(
         not asked,
-        f"{found.source.name} is quantized already: drop {', '.join(asked)}. `midtread "
+        f"{arrays.source.name} is quantized already: drop {', '.join(asked)}. `midtread "
         "quantize` rounds what its codes stand for anew.",
     )
     model = models.abstract(section(config, Model))
     rules = []
-    for path in found:
+    for path in arrays:
         *inside, name = path.split("/")
         module = flaxlib.value_at(model, tuple(inside))
-        held = getattr(module, name)
-        array = found[path]
+        param = getattr(module, name)
+        array = arrays[path]
         if not isinstance(array, QArray):
-            value = jnp.asarray(array).astype(held.dtype)
-            setattr(module, name, flaxlib.like(held, value))
+            value = jnp.asarray(array).astype(param.dtype)
+            setattr(module, name, flaxlib.like(param, value))
             continue
         q = array.map(jnp.asarray)
         if name not in KERNELS:
-            setattr(module, name, flaxlib.like(held, dequantize(q, held.dtype)))
+            setattr(module, name, flaxlib.like(param, dequantize(q, param.dtype)))
             continue
         boxed = WithAux(q, spec_of(q))
-        boxed = jax.tree.map(lambda v, held=held: flaxlib.like(held, v), boxed)
+        boxed = jax.tree.map(lambda v, param=param: flaxlib.like(param, v), boxed)
         setattr(module, name, boxed)
-        rules += _activation_rules(found, path)
+        rules += _activation_rules(arrays, path)
     provider = PtqProvider(rules)
     return quantize_model(model, provider, some_tokens(config), donate=True)
 
@@ -97,10 +99,10 @@ def spec_of(q: QArray) -> Spec:
     return Spec(q.format, tuple(own), tiles, method)
 
 
-def _activation_rules(found: Any, path: str) -> list[QuantizationRule]:
+def _activation_rules(arrays: Any, path: str) -> list[QuantizationRule]:
     """A rule for the module of a weight whose activations are quantized, too."""
-    known = getattr(found.source, "activations", {})
-    kinds = {known.get(name) for name in found.names(path)}
+    known = getattr(arrays.source, "activations", {})
+    kinds = {known.get(name) for name in arrays.names(path)}
     kind = kinds.pop()
     if kinds or kind is None:
         return []

@@ -187,8 +187,7 @@ def import_folder(config: Config, source: str) -> Imported:
         f"{run} is there already: choose another run_name, or write overwrite=true, which "
         "replaces an imported run.",
     )
-    found = arrays(origin, section(config, Model))
-    opened = found.source
+    opened = arrays(origin, section(config, Model)).source
     if config.tokenizer_type != "byte":
         tokenizer(config)  # refuses one that does not read, or has too many tokens
     partial = run.with_name(f"{run.name}.partial")  # until it is whole
@@ -200,13 +199,13 @@ def import_folder(config: Config, source: str) -> Imported:
         hf.write_json(partial / WEIGHTS / "config.json", opened.config)
     about: dict[str, Any] = {"imported_from": str(origin), "tokenizer": "none"}
     if config.tokenizer_path:
-        held = pathlib.Path(config.tokenizer_path).name
+        copied = pathlib.Path(config.tokenizer_path).name
         about |= {
-            "tokenizer": held,
+            "tokenizer": copied,
             "tokenizer_sha256": digest_of(config.tokenizer_path),
         }
-        held = str(run / WEIGHTS / held)
-        config = dataclasses.replace(config, tokenizer_path=held)
+        copied = str(run / WEIGHTS / copied)
+        config = dataclasses.replace(config, tokenizer_path=copied)
     settings.save(config, partial / "config.yml")
     (partial / "data.json").write_text(json.dumps(about, indent=1))
     if run.exists():
@@ -280,9 +279,9 @@ def export(
             source = _trained(config, run)
     if kind == "hf":
         return _floats_out(config, source, origin, folder)
-    with tempfile.TemporaryDirectory() as held, refusing():
-        _write_tokenizer(config, origin, pathlib.Path(held))
-        also = sorted(pathlib.Path(held).iterdir())
+    with tempfile.TemporaryDirectory() as scratch, refusing():
+        _write_tokenizer(config, origin, pathlib.Path(scratch))
+        also = sorted(pathlib.Path(scratch).iterdir())
         # a run that `midtread quantize` made has the groups that its config says
         size = None if is_coded else config.group_size or None
         return others.export(source, folder, kind, group_size=size, also=also, say=say)
@@ -325,8 +324,8 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
     tree = {}
     for path in architectures.shapes(m):
         *inside, name = path.split("/")
-        held = flaxlib.unbox(getattr(flaxlib.value_at(model, tuple(inside)), name))
-        tree[path] = held.array if isinstance(held, WithAux) else held
+        value = flaxlib.unbox(getattr(flaxlib.value_at(model, tuple(inside)), name))
+        tree[path] = value.array if isinstance(value, WithAux) else value
     m, tree = _with_plain_embedding(m, tree)
     arch, about = architectures.config_of(m)
     if origin is not None:  # what it was imported from says more
