@@ -109,6 +109,26 @@ def test_others_are_refused_with_the_nearest():
             architectures.settings_of({**llama, **wrong}, "a folder")
 
 
+def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models"
+    shutil.copytree(ROOT / "qwen3", folder / "qwen3")
+    for words, message in (
+        (["import", "models"], "/models/qwen3?"),
+        (["import", "models/qwen3/config.json"], "no such run or checkpoint"),
+    ):
+        assert cli.main(words) == 2
+        assert message in capsys.readouterr().err
+    (folder / "qwen3" / "model.safetensors").rename(folder / "qwen3" / "a.bin")
+    assert cli.main(["eval", "models/qwen3"]) == 2
+    assert "a.bin, a pickle" in capsys.readouterr().err
+    shutil.rmtree(folder / "qwen3")
+    assert cli.main(["generate", "models"]) == 2
+    assert "a published model a config.json" in capsys.readouterr().err
+    assert cli.main(["import", str(ROOT / "qwen3")]) == 0
+    assert "has no tokenizer.json" in capsys.readouterr().out
+
+
 @pytest.fixture
 def talker(tmp_path):
     """A folder with a tokenizer of words, a beginning, and a template."""

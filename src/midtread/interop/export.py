@@ -30,7 +30,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from midtread.interop import compressed_tensors, gptq, huggingface, layouts, mlx
+from midtread.interop import (
+    compressed_tensors,
+    gguf_blocks,
+    gptq,
+    huggingface,
+    layouts,
+    mlx,
+)
 from midtread.interop import safetensors as files
 from midtread.interop.huggingface import as_floats
 from midtread.numerics.formats import FORMATS, dtype_bits
@@ -345,17 +352,23 @@ def _check_groups(
 def _check_codes(source: Any, name: str, target: Target) -> Any:
     """The scheme of a weight that is quantized already, if it is what the target is called."""
     q, module = source.read(name), name.removesuffix(".weight")
+    why = f"which is not {target.name} ({target.qtype}, {_tile_words(target)})."
     if q.format.name == target.qtype:
-        scheme = _scheme_and_tensors(q, target, module)[0]
-        if _is_called(q, target):
-            return scheme
+        try:
+            scheme = _scheme_and_tensors(q, target, module)[0]
+        except ValueError as error:
+            why = f"and {error}"
+        else:
+            if _is_called(q, target):
+                return scheme
     names = [
         row.name for row in ROWS if _is_called(q, row) and _can_hold(q, row, module)
     ]
     size = f" with group_size={q.scale_tile_shape[1]}" if target.name in names else ""
+    if kind := gguf_blocks.kind_of(q):
+        names.append("gguf_mxfp4" if kind == "MXFP4" else kind.lower())
     raise ValueError(
-        f"{source.name}: {name!r} is quantized already, {q!r}, which is not {target.name} "
-        f"({target.qtype}, {_tile_words(target)}). "
+        f"{source.name}: {name!r} is quantized already, {q!r}, {why} "
         + (f"Write format={' or '.join(names)}{size}" if names else "No format here is")
         + ", or take the float model."
     )

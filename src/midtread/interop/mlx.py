@@ -102,7 +102,9 @@ def write(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
         raise layouts.refuse(where, f"{fmt.name} has no place in MLX's layout")
     if size not in SIZES:
         raise layouts.refuse(
-            where, f"groups are of {size} columns, and MLX has {SIZES}"
+            where,
+            f"groups are of {size} columns, and MLX has {SIZES}: quantize with such a "
+            "group_size",
         )
     scale = np.asarray(q.scale)
     zero = np.float32(0) if q.zero_point is None else np.asarray(q.zero_point)

@@ -229,8 +229,24 @@ def locate(path: str) -> tuple[pathlib.Path, pathlib.Path]:
     steps = sorted(
         (int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True
     )
-    require(steps, f"{path} holds no checkpoint.")
+    require(steps, f"{path} holds no checkpoint. {_what_is_one(root)}")
     return folder / str(steps[0]) / "params", _config_above(folder, path)
+
+
+def _what_is_one(root: pathlib.Path) -> str:
+    """Says what a checkpoint is, and names one that a folder has inside it."""
+    inside = [p for p in sorted(root.iterdir()) if _is_model(p)]
+    if inside:
+        return f"Did you mean {inside[0]}?"
+    return (
+        "A run has a config.yml, a published model a config.json beside its .safetensors, "
+        "or is a .gguf file."
+    )
+
+
+def _is_model(path: pathlib.Path) -> bool:
+    is_run = path.is_dir() and (path / "config.yml").is_file()
+    return is_run or huggingface.folder_in(path) is not None
 
 
 def _config_above(folder: pathlib.Path, path: str) -> pathlib.Path:

@@ -51,6 +51,10 @@ TOKENIZER = (
     "vocab.json", "merges.txt",
 )  # fmt: skip
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float32"}
+BYTES = (
+    "It has no tokenizer.json: text is read byte by byte, which it was not trained on. Put "
+    "the file beside its config.json and import it again."
+)
 # tensors of multi-token prediction, which the model of the folder does without
 AHEAD = r"model\.layers\.{layer}\..*"
 
@@ -214,6 +218,8 @@ def import_folder(config: Config, source: str) -> Imported:
     nbytes = sum(p.stat().st_size for p in (run / WEIGHTS).iterdir())
     kind = str(architectures.architecture(opened.config, str(origin)))
     notes = tuple(getattr(opened, "notes", ()))
+    if config.tokenizer_type == "byte":
+        notes += (BYTES,)
     return Imported(run, len(opened.tensors), nbytes, kind, notes)
 
 
