@@ -120,7 +120,7 @@ def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):
         assert cli.main(words) == 2
         assert message in capsys.readouterr().err
     (folder / "qwen3" / "model.safetensors").rename(folder / "qwen3" / "a.bin")
-    assert cli.main(["eval", "models/qwen3"]) == 2
+    assert cli.main(["import", "models/qwen3"]) == 2
     assert "a.bin, a pickle" in capsys.readouterr().err
     shutil.rmtree(folder / "qwen3")
     assert cli.main(["generate", "models"]) == 2
