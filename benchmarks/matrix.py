@@ -22,9 +22,9 @@ Made by `python benchmarks/matrix.py --write`; a test keeps it current.
 **kernel**: ours ([how](how-a-quantized-matmul-runs.md)). **XLA**: a matmul in this format,
 by XLA. **wider**: XLA multiplies in the type named, which holds every code exactly; fewer
 bits are stored, none are saved in arithmetic. Weight-only means 16-bit activations, up to 64
-rows; more rows have a kernel on Hopper, in bfloat16, for what is called "kernel" here. **not yet
-timed**: a Triton kernel whose numbers are checked without a GPU, and whose time is not yet
-measured; weights with zero points take it too. Experts are `ragged_dot` with both
+rows; more rows have a kernel on Hopper, in bfloat16, for what is called "kernel" here, zero points
+of groups included. **not yet timed**: a Triton kernel whose numbers are right on an H200, and whose
+time is not yet measured; other zero points take one too. Experts are `ragged_dot` with both
 operands in the format, 64 rows a group or more; a KV cache is that of `midtread generate`,
 one token at a time.
 
