@@ -45,6 +45,7 @@ FORMATS = {
 }
 # GPTQ as it was published: no search for scales, no order, no descent, float inputs
 PAPER = "order=given scales=spec rounds=0 weigh=none inputs=float"
+LOGITS = "distance=divergence rate=0.01"  # of what "learn" looks at
 ROWS = (
     "int4/64 round",
     "int4/64 clip",
@@ -54,10 +55,17 @@ ROWS = (
     "int4/64 gptq",
     "int4/64 correct+gptq",
     "int4/64 awq+gptq",
+    "int4/64 rotate+gptq",
+    f"int4/64 clip+learn {LOGITS}",
+    f"int4/64 correct+gptq+learn {LOGITS}",
     "int4 correct+gptq",
     "int3/64 correct+gptq",
     "nvfp4 correct+gptq",
     "mxfp4 correct+gptq",
+    f"int4 correct+gptq+learn {LOGITS}",
+    f"int3/64 correct+gptq+learn {LOGITS}",
+    f"nvfp4 correct+gptq+learn {LOGITS}",
+    f"mxfp4 correct+gptq+learn {LOGITS}",
     "w4a8/64 correct+gptq",
     "w8a8 round",
     "w8a8 smooth+gptq",
