@@ -14,7 +14,7 @@ from flax import nnx
 
 from midtread import cli
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures, convert, data, settings
+from midtread.lm import architectures, config_json, convert, data, settings
 from midtread.lm import cache as kv
 from midtread.lm import eval as evals
 from midtread.lm.config import Model, UsageError
@@ -63,10 +63,10 @@ def test_logits_are_those_of_transformers(name):
 def test_a_model_knows_its_architecture(name):
     """From config.json to keys and back; the names of the one hold the other's arrays."""
     config = json.loads((ROOT / name / "config.json").read_text())
-    m = Model(**architectures.settings_of(config, name))
-    arch, again = architectures.config_of(m)
+    m = Model(**config_json.settings_of(config, name))
+    arch, again = config_json.config_of(m)
     assert arch.model_type in (config["model_type"], "llama")
-    assert Model(**architectures.settings_of(again, name)) == m or name == "phi3"
+    assert Model(**config_json.settings_of(again, name)) == m or name == "phi3"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3", "gpt_oss"])
@@ -98,7 +98,7 @@ def test_the_docs_list_every_architecture():
 
 def test_others_are_refused_with_the_nearest():
     with pytest.raises(UsageError, match=r"'gemma3' is not among.*gemma3_text"):
-        architectures.settings_of({"model_type": "gemma3"}, "a folder")
+        config_json.settings_of({"model_type": "gemma3"}, "a folder")
     llama = json.loads((ROOT / "llama2" / "config.json").read_text())
     for wrong, words in (
         ({"hidden_act": "relu"}, "hidden_act='relu'; known are silu"),
@@ -106,7 +106,7 @@ def test_others_are_refused_with_the_nearest():
         ({"num_key_value_heads": 3}, "is not a multiple of"),
     ):
         with pytest.raises(UsageError, match=words):
-            architectures.settings_of({**llama, **wrong}, "a folder")
+            config_json.settings_of({**llama, **wrong}, "a folder")
 
 
 def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):

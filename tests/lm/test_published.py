@@ -17,7 +17,7 @@ import midtread as mt
 from midtread import cli
 from midtread.interop import gguf, quantized
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures, codes, convert, settings
+from midtread.lm import architectures, codes, config_json, convert, settings
 from midtread.lm import eval as evals
 from midtread.lm.config import Model, section
 from midtread.model.boxes import WithAux
@@ -203,7 +203,7 @@ def published(request, tmp_path_factory):
     """A folder as it is published, and one of what its codes stand for."""
     name, place = request.param, tmp_path_factory.mktemp(request.param)
     about = {"model_type": name, **CONFIGS[name]}
-    m = Model(**architectures.settings_of(about, name))
+    m = Model(**config_json.settings_of(about, name))
     table = architectures.table(m, architectures.BY_TYPE[name])
     rng, tree = np.random.default_rng(2), {}
     for path, shape in architectures.shapes(m).items():

@@ -58,6 +58,7 @@ Serving, and other programs' files:
     compare.py        a quantized checkpoint beside the float one that it was made from
     huggingface.py    Hugging Face folders and .gguf files as runs, and back
     architectures.py  published architectures, as keys and names of weights
+    config_json.py    what a published model says of itself, as keys, and back
     codes.py          published weights that are quantized already
     manual.py         a tensor quantized by hand, as MaxText does it
 """

@@ -34,7 +34,7 @@ from flax import nnx
 from midtread.interop import export as others
 from midtread.interop import gguf_export, quantized
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures
+from midtread.lm import architectures, config_json
 from midtread.lm.config import Config, Model, UsageError, require, section
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
@@ -92,7 +92,7 @@ def keys_of(folder: Any) -> dict[str, Any]:
             if is_gguf
             else hf.read_json(folder / "config.json")
         )
-    out = architectures.settings_of(config, str(folder))
+    out = config_json.settings_of(config, str(folder))
     longest = config.get("max_position_embeddings")
     is_size = isinstance(longest, int) and longest > 1
     out["max_target_length"] = min(longest, LENGTH) if is_size else LENGTH
@@ -318,7 +318,7 @@ def _trained(config: Config, run: str) -> hf.Tree:
     state = checkpoint.load_weights(run, nnx.state(models.abstract(m), nnx.Param))
     tree = flax.traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
     m, tree = _with_plain_embedding(m, tree)
-    arch, about = architectures.config_of(m)
+    arch, about = config_json.config_of(m)
     return hf.Tree(tree, architectures.table(m, arch), about, run)
 
 
@@ -333,7 +333,7 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
         value = flaxlib.unbox(getattr(flaxlib.value_at(model, tuple(inside)), name))
         tree[path] = value.array if isinstance(value, WithAux) else value
     m, tree = _with_plain_embedding(m, tree)
-    arch, about = architectures.config_of(m)
+    arch, about = config_json.config_of(m)
     if origin is not None:  # what it was imported from says more
         about = open_model(origin).config
         arch = architectures.architecture(about, run)
