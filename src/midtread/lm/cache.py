@@ -25,17 +25,18 @@ from midtread.numerics.qarray import QArray, dequantize, quantize
 
 CHANNELS = {"dkv": (0, 1, 2), "heads_and_dkv": (0, 1)}  # axes with scales of their own
 FORMATS = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
+Format = tuple[str, str] | None  # kv_quant_dtype and kv_quant_axis; None: float
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["how"]
+    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["format"]
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """The cache of one layer, or of several stacked along a first axis."""
 
     rows: dict[str, Any]  # name -> array or QArray
-    how: tuple[str, str] | None = None  # format and kv_quant_axis
+    format: Format = None
 
     @property
     def length(self) -> int:
@@ -45,32 +46,32 @@ class Cache:
         """With `new` [B, T, heads, width] at the slots `positions` [B, T]."""
         put = functools.partial(_put, positions)
         rows = {}
-        for name, held in self.rows.items():
+        for name, old in self.rows.items():
             x = new[name]
-            if self.how is None:
-                rows[name] = put(held, x)
+            if self.format is None:
+                rows[name] = put(old, x)
                 continue
-            q = _quantize(x, self.how)
+            q = _quantize(x, self.format)
             rows[name] = dataclasses.replace(
-                held, qvalue=put(held.qvalue, q.qvalue), scale=put(held.scale, q.scale)
+                old, qvalue=put(old.qvalue, q.qvalue), scale=put(old.scale, q.scale)
             )
         return dataclasses.replace(self, rows=rows)
 
 
-def _put(positions: jax.Array, held: jax.Array, x: jax.Array) -> jax.Array:
-    """`held` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
+def _put(positions: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
+    """`old` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
     if (
         positions.size == 1
     ):  # one copy, where XLA would check the bounds of a scatter first
         return jax.lax.dynamic_update_slice(
-            held, x.astype(held.dtype), (0, positions[0, 0], 0, 0)
+            old, x.astype(old.dtype), (0, positions[0, 0], 0, 0)
         )
     batch = jnp.arange(positions.shape[0])[:, None]
-    return held.at[batch, positions].set(x.astype(held.dtype))
+    return old.at[batch, positions].set(x.astype(old.dtype))
 
 
-def _quantize(x: jax.Array, how: tuple[str, str]) -> QArray:
-    fmt, axis = how
+def _quantize(x: jax.Array, cache_format: tuple[str, str]) -> QArray:
+    fmt, axis = cache_format
     return quantize(
         x.astype(jnp.float32), FORMATS[fmt], channelwise_axes=CHANNELS[axis]
     )
@@ -80,13 +81,14 @@ def make(
     m: Model,
     batch: int,
     length: int,
-    how: tuple[str, str] | None = None,
+    cache_format: Format = None,
     stacked: bool | None = None,
 ) -> dict[str, Any]:
     """Empty caches for every kind of layer of a model: a Cache stacked over the layers of a
     scan, or a list of one for each.
 
     Args:
+        cache_format: of codes and their scales; None: the model's dtype.
         stacked: whether they are; None: as the model's `scan_layers`.
     """
     stacked = m.scan_layers if stacked is None else stacked
@@ -103,9 +105,9 @@ def make(
         out = {}
         for name, (heads, width) in widths.items():
             x = jnp.zeros((batch, length, heads, width), jnp.dtype(m.dtype))
-            x = x if how is None else _quantize(x, how)
+            x = x if cache_format is None else _quantize(x, cache_format)
             out[name] = jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), x)
-        return Cache(out, how)
+        return Cache(out, cache_format)
 
     layers = lambda n: rows(n) if stacked else [rows() for _ in range(n)]
     return {name: layers(count) for name, count in counts.items() if count}

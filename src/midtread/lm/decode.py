@@ -183,14 +183,14 @@ class Program:
         """Up to `count` tokens of every slot: [B, count], -1 where a slot was done."""
 
         def body(carry):
-            i, slots, made = carry
+            i, slots, new_tokens = carry
             is_open = slots.left > 0
             tokens, positions = slots.tokens[:, None], slots.positions[:, None]
             out = self._model(weights)(tokens, positions, cache=slots.cache)
             new = choose(out.logits[:, 0], slots.keys(seed), self._sampling)
             new = jnp.where(is_open, new.astype(jnp.int32), slots.tokens)
             left = jnp.where(is_open & ~self._is_stop(new), slots.left - 1, 0)
-            made = made.at[:, i].set(jnp.where(is_open, new, -1))
+            new_tokens = new_tokens.at[:, i].set(jnp.where(is_open, new, -1))
             slots = dataclasses.replace(
                 slots,
                 cache=out.cache,
@@ -198,12 +198,13 @@ class Program:
                 left=left,
                 positions=slots.positions + is_open.astype(jnp.int32),
             )
-            return i + 1, slots, made
+            return i + 1, slots, new_tokens
 
-        made = jnp.full((slots.tokens.shape[0], count), -1, jnp.int32)
+        start = jnp.full((slots.tokens.shape[0], count), -1, jnp.int32)
         may_go_on = lambda carry: (carry[0] < count) & jnp.any(carry[1].left > 0)
-        _, slots, made = jax.lax.while_loop(may_go_on, body, (0, slots, made))
-        return made, slots.left, slots
+        carry = jax.lax.while_loop(may_go_on, body, (0, slots, start))
+        _, slots, new_tokens = carry
+        return new_tokens, slots.left, slots
 
 
 _program = functools.lru_cache(maxsize=8)(Program)  # one for all servers of a model
@@ -219,7 +220,7 @@ class Server:
     >>> from midtread.lm import model as models
     >>> m = Model(num_decoder_layers=1, dtype="float32")
     >>> server = Server(prepare(models.create(m)), m, slots=2, length=32)
-    >>> made = server.prefill({0: [1, 2, 3], 1: [4]}, allowed=5)
+    >>> first = server.prefill({0: [1, 2, 3], 1: [4]}, allowed=5)
     >>> [len(tokens) for tokens in server.step(8).values()], server.free
     ([4, 4], [0, 1])
 
@@ -355,11 +356,11 @@ class Server:
         """
         require(count > 0, f"count={count}: a step makes one token at least.")
         busy = np.flatnonzero(self._left)
-        made, left, self._slots = self._program.go_on(
+        tokens, left, self._slots = self._program.go_on(
             self._weights, self._slots, self._seed, count
         )
-        made, self._left = np.asarray(made), np.array(left)
-        return {int(s): [int(t) for t in made[s] if t >= 0] for s in busy}
+        tokens, self._left = np.asarray(tokens), np.array(left)
+        return {int(s): [int(t) for t in tokens[s] if t >= 0] for s in busy}
 
     def pretend(self, length: int) -> None:
         """Fills every slot with a sequence of `length` tokens whose keys and values are
@@ -408,12 +409,12 @@ def complete(
     Returns:
         The new tokens of each prompt; a stop token is the last.
     """
-    made: list[list[int]] = [[] for _ in prompts]
+    continuations: list[list[int]] = [[] for _ in prompts]
     waiting: Iterator[int] = iter(range(len(prompts)))
     holds: dict[int, int] = {}
 
     def add(number: int, tokens: list[int]) -> None:
-        made[number] += tokens
+        continuations[number] += tokens
         if on_tokens:
             on_tokens(number, tokens)
 
@@ -425,6 +426,6 @@ def complete(
             for slot, token in server.prefill(first, allowed).items():
                 add(holds[slot], [token])
         elif len(server.free) == server.num_slots:
-            return made
+            return continuations
         for slot, tokens in server.step(count).items():
             add(holds[slot], tokens)
