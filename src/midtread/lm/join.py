@@ -36,20 +36,18 @@ def join(model: nnx.Module) -> nnx.Module:
         The model.
     """
     provider = flaxlib.provider_of(model)
-    for path, module in list(nnx.iter_modules(model)):
+    for _, module in list(nnx.iter_modules(model)):
         for names in TOGETHER:
             row = [getattr(module, name, None) for name in names]
-            if all(isinstance(x, Linear) for x in row) and _share_a_rule(
-                provider, ["/".join(map(str, (*path, name))) for name in names]
-            ):
+            if all(isinstance(x, Linear) for x in row) and _share_a_rule(provider, row):
                 _join(row)
     return model
 
 
-def _share_a_rule(provider: Any, paths: Sequence[str]) -> bool:
+def _share_a_rule(provider: Any, row: Sequence[Linear]) -> bool:
     if provider is None:
         return True
-    return len({provider.rule_at(path, "dot_general") for path in paths}) == 1
+    return len({provider.rule_at(flaxlib.path_of(x), "dot_general") for x in row}) == 1
 
 
 def _join(row: Sequence[Linear]) -> None:
