@@ -131,8 +131,8 @@ def _f16(value: float) -> str:
 
 def _byte_words(is_signed: bool) -> Callable[[int], str]:
     half = 128 if is_signed else 0
-    how = {"off": _f16(1024 + half), "flip": _twice(half << 8 | half)}
-    return lambda plane: _WORDS_BYTES.format(bytes=_WORD_BYTES[plane], **how)
+    numbers = {"off": _f16(1024 + half), "flip": _twice(half << 8 | half)}
+    return lambda plane: _WORDS_BYTES.format(bytes=_WORD_BYTES[plane], **numbers)
 
 
 def _packed_words(bits: int, is_signed: bool) -> Callable[[int], str]:

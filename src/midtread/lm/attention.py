@@ -437,8 +437,8 @@ def _why_not_blockwise(call: Call) -> str | None:
 
 def _blockwise(call: Call) -> jax.Array:
     call, seen = call.restored(), call.seen
-    how = (call.scale, call.softcap, call.sinks)
-    return blockwise.attend(call.q, call.k, call.v, seen.first, seen.stop, *how)
+    formula = (call.scale, call.softcap, call.sinks)
+    return blockwise.attend(call.q, call.k, call.v, seen.first, seen.stop, *formula)
 
 
 class Implementation(NamedTuple):

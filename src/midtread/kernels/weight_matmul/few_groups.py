@@ -53,23 +53,23 @@ class Sizes(NamedTuple):
 def _sizes(a: Matmul, taken, dtypes: tuple[str, ...]) -> Sizes | str:
     """What both kernels have to know, or why one that takes the formats `taken` does not
     take this."""
-    found, groups, fmt = a.matrices, a.groups, a.rhs.format
+    matrices, groups, fmt = a.matrices, a.groups, a.rhs.format
     assert groups is not None
-    if found is None or not found.k:
+    if matrices is None or not matrices.k:
         return "it has axes besides rows, groups and those of a matrix"
     reason = why_not_format(fmt, taken)
     if reason is not None:
         return reason
     if a.lhs.dtype.name not in dtypes:
         return f"the other operand is {a.lhs.dtype}, not {' or '.join(dtypes)}"
-    if a.labels[1] != (groups.group, *found.k, *found.n):
+    if a.labels[1] != (groups.group, *matrices.k, *matrices.n):
         return "its weights are not stored as groups, summed axes, columns"
     num_groups, num_rows = a.extents[groups.group], a.extents[groups.rows]
     if groups.sizes.shape != (num_groups,):
         return f"sizes {groups.sizes.shape} are not one per group"
     if num_rows > MAX_ROWS * num_groups:
         return f"{num_rows / num_groups:.0f} rows a group: the kernel is for {MAX_ROWS} at most"  # fmt: skip
-    counts = part_extents(a.rhs)[1 : 1 + len(found.k)]
+    counts = part_extents(a.rhs)[1 : 1 + len(matrices.k)]
     if any(n != 1 for n in counts[1:]):
         return "its scales vary along several summed axes"
     _, n, k = a.sizes
@@ -86,15 +86,15 @@ class Grouped(NamedTuple):
     is_interpreted: bool
 
     def run(self, a: Matmul) -> jax.Array:
-        found, w, (groups, k, n) = a.matrices, a.rhs, self.sizes.shape
-        assert found is not None and a.groups is not None
-        x_RK = a.lhs.transpose([*map(a.labels[0].index, (a.groups.rows, *found.k))])
+        matrices, w, (groups, k, n) = a.matrices, a.rhs, self.sizes.shape
+        assert matrices is not None and a.groups is not None
+        x_RK = a.lhs.transpose([*map(a.labels[0].index, (a.groups.rows, *matrices.k))])
         x_RK = x_RK.reshape(-1, k)
         codes, scale = w.qvalue.reshape(groups, k, n), w.scale
         if w.global_scale is not None:
             scale = scale.astype(jnp.float32) * w.global_scale.astype(jnp.float32)
         full = [
-            s if label in found.k else a.extents[label]
+            s if label in matrices.k else a.extents[label]
             for label, s in zip(a.labels[1], part_extents(w))
         ]
         over = lambda part: views.expand(part, full).reshape(
@@ -171,10 +171,10 @@ def _hopper_call(plan: Grouped) -> Callable:
         choices = plan.blocks if own == plan.sizes else _choices(fmt, own)
         if not choices:  # a device's part of sharded weights may be too narrow
             return plain(x, codes, scale, sizes)
-        how = {"fmt": fmt, "choices": choices, "interpret": plan.is_interpreted}
-        held = decoding.as_bytes(codes.reshape(num_groups * k, n))
-        held = held.reshape(num_groups, k, -1)
-        return hopper_grouped.grouped_matmul(x, held, scale, sizes, **how)
+        options = {"fmt": fmt, "choices": choices, "interpret": plan.is_interpreted}
+        bytes_GKB = decoding.as_bytes(codes.reshape(num_groups * k, n))
+        bytes_GKB = bytes_GKB.reshape(num_groups, k, -1)
+        return hopper_grouped.grouped_matmul(x, bytes_GKB, scale, sizes, **options)
 
     axes, whole = "r k, g k n, g t n, g -> r n", ("r", "k", "g", "t")
     return as_function(
@@ -209,8 +209,8 @@ def _triton_call(plan: Grouped, has_zero: bool) -> Callable:
             blocks = triton_tuned.expert_blocks(fmt, own.each, shape, k // tiles)
         if blocks is None:  # a device's part of sharded weights may be too narrow
             return plain(x, words, scale, sizes, *zeros)
-        how = {"fmt": fmt, "blocks": blocks, "interpret": plan.is_interpreted}
-        return triton_grouped.grouped_matmul(x, words, scale, sizes, *zeros, **how)
+        options = {"fmt": fmt, "blocks": blocks, "interpret": plan.is_interpreted}
+        return triton_grouped.grouped_matmul(x, words, scale, sizes, *zeros, **options)
 
     zero = ", g t b p" if has_zero else ""
     axes, whole = f"r k, g k b, g t b p, g{zero} -> r b p", ("r", "k", "g", "t", "p")

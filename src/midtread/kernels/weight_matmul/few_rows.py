@@ -38,17 +38,19 @@ from midtread.numerics.rounding import decode
 
 def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
     """What both kernels refuse, of which one takes the formats `taken`."""
-    (x, w), found = a.sides, a.weight
+    (x, w), stored = a.sides, a.weight
     reason = why_not_format(w.format, taken)
     if reason is not None:
         return reason
     if x.dtype.name not in dtypes:
         return f"the other operand is {x.dtype}, not {' or '.join(dtypes)}"
-    if not 0 < found.num_rows <= MAX_ROWS:
-        return f"{found.num_rows} rows: the kernel is for {MAX_ROWS} at most"
-    is_whole = found.shape[1] % _planes(w.format) == 0
-    if found.summed == 0 and not (is_whole and found.counts[1] in (1, found.shape[1])):
-        return f"scales of extents {found.counts} on {found.shape} codes"
+    if not 0 < stored.num_rows <= MAX_ROWS:
+        return f"{stored.num_rows} rows: the kernel is for {MAX_ROWS} at most"
+    is_whole = stored.shape[1] % _planes(w.format) == 0
+    if stored.summed == 0 and not (
+        is_whole and stored.counts[1] in (1, stored.shape[1])
+    ):
+        return f"scales of extents {stored.counts} on {stored.shape} codes"
     return None
 
 
@@ -86,18 +88,18 @@ class Hopper(NamedTuple):
 
 
 def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
-    (_, w), found = a.sides, a.weight
+    (_, w), stored = a.sides, a.weight
     reason = _why_not(a, HOPPER, ("bfloat16",)) or why_not_zeros(a)
     if reason is not None:
         return Refusal(reason)
-    if found.summed != 0:
+    if stored.summed != 0:
         return Refusal("it is stored with its summed axis innermost")
-    size = found.num_rows, found.shape
-    blocks = tuned.decode_blocks(w.format, *size, found.group)
+    size = stored.num_rows, stored.shape
+    blocks = tuned.decode_blocks(w.format, *size, stored.group)
     if blocks is None:
-        what = f"{found.shape} codes in groups of {found.group}"
+        what = f"{stored.shape} codes in groups of {stored.group}"
         return Refusal(f"{what} do not divide into blocks")
-    kinds = found.has_inner, (*size, blocks), w.zero_point is not None
+    kinds = stored.has_inner, (*size, blocks), w.zero_point is not None
     return Hopper(w.format, np.dtype(a.matmul.dtype), *kinds, env.is_interpreted)
 
 
@@ -152,26 +154,26 @@ class Triton(NamedTuple):
                 zeros = "codes" if is_codes else "values"
                 zero = as_bytes(a.zero) if is_codes else by_bytes(wide_zero(a.zero))
                 args.append(zero)
-        how = self.planned, a.inner is not None, zeros, self.is_interpreted
-        return _triton_call(self.fmt, *how)(*args).reshape(-1, n)
+        options = self.planned, a.inner is not None, zeros, self.is_interpreted
+        return _triton_call(self.fmt, *options)(*args).reshape(-1, n)
 
 
 def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
-    (_, w), found = a.sides, a.weight
+    (_, w), stored = a.sides, a.weight
     reason = _why_not(a, TRITON, ("bfloat16", "float16"))
     if reason is not None:
         return Refusal(reason)
-    fmt, is_turned = w.format, found.summed != 0
+    fmt, is_turned = w.format, stored.summed != 0
     if is_turned:
-        if dtype_bits(fmt.dtype) < 8 or found.has_inner:
+        if dtype_bits(fmt.dtype) < 8 or stored.has_inner:
             return Refusal("4-bit or tiled, and stored with its summed axis innermost")
-        size = found.num_rows, found.shape
+        size = stored.num_rows, stored.shape
         blocks = triton.transposed_blocks(*size)
     else:
-        size = found.num_rows, (found.shape[0], found.shape[1] // _planes(fmt))
-        blocks = triton_tuned.weight_blocks(fmt, *size, found.group)
+        size = stored.num_rows, (stored.shape[0], stored.shape[1] // _planes(fmt))
+        blocks = triton_tuned.weight_blocks(fmt, *size, stored.group)
     if blocks is None:
-        return Refusal(f"{found.shape} codes do not divide into blocks")
+        return Refusal(f"{stored.shape} codes do not divide into blocks")
     dtype = np.dtype(a.matmul.dtype)
     return Triton(fmt, dtype, (*size, blocks), is_turned, env.is_interpreted)
 
@@ -279,8 +281,8 @@ def _triton_call(
             blocks = triton_tuned.weight_blocks(fmt, *size, group)
             if blocks is None:  # a part may be too narrow
                 return plain(x, codes, *factors)
-        how = {"fmt": fmt, "blocks": blocks, "interpret": interpret}
-        return triton.weight_matmul(x, codes, *factors, **how)
+        options = {"fmt": fmt, "blocks": blocks, "interpret": interpret}
+        return triton.weight_matmul(x, codes, *factors, **options)
 
     parts = {None: "", "codes": ", g b", "values": ", g b p"}[zeros]
     axes = f"m k, k b, g b p{parts} -> m b p" if is_grouped else "m k, k b -> m b p"

@@ -74,30 +74,32 @@ class ManyRows(NamedTuple):
 
 
 def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
-    (x, w), found = a.sides, a.weight
+    (x, w), weight = a.sides, a.weight
     reason = why_not_format(w.format, HOPPER) or why_not_zeros(a)
     if reason is not None:
         return Refusal(reason)
-    if found.num_rows <= MAX_ROWS:
-        return Refusal(f"{found.num_rows} rows: the kernel is for more than {MAX_ROWS}")
+    if weight.num_rows <= MAX_ROWS:
+        return Refusal(
+            f"{weight.num_rows} rows: the kernel is for more than {MAX_ROWS}"
+        )
     dtypes = np.dtype(x.dtype), np.dtype(a.matmul.dtype)
     if dtypes[0].name != "bfloat16":
         return Refusal(f"the other operand is {dtypes[0]}, not bfloat16")
     if dtypes[1].name not in ("bfloat16", "float32"):
         return Refusal(f"the result is {dtypes[1]}, not bfloat16 or float32")
-    if found.summed != 0:
+    if weight.summed != 0:
         return Refusal("more than 64 rows, and stored with its summed axis innermost")
-    group = found.group
+    group = weight.group
     if group and readable_type(w.scale.dtype) != jnp.bfloat16:
         return Refusal(
             f"scales of groups are {w.scale.dtype}: the kernel has bfloat16 ones"
         )
-    if group and found.counts[1] not in (1, found.shape[1]):
-        return Refusal(f"scales of extents {found.counts} on {found.shape} codes")
-    size = found.num_rows, found.shape
+    if group and weight.counts[1] not in (1, weight.shape[1]):
+        return Refusal(f"scales of extents {weight.counts} on {weight.shape} codes")
+    size = weight.num_rows, weight.shape
     blocks = tuned.prefill_blocks(w.format, *size, group, dtypes)
     if blocks is None:
-        what = f"{found.shape} codes in groups of {group}"
+        what = f"{weight.shape} codes in groups of {group}"
         return Refusal(f"{what} do not divide into blocks")
     kinds = group is not None, (*size, blocks), w.zero_point is not None
     return ManyRows(w.format, dtypes, *kinds, env.is_interpreted)
@@ -134,8 +136,8 @@ def _call(plan: ManyRows) -> Callable:
             factor = scale.astype(jnp.float32)
             values = views.broadcast_with(jnp.multiply, values, factor)
         numbers = (((1,), (0,)), ((), ()))
-        how = {"preferred_element_type": jnp.float32}
-        out = lax.dot_general(x, values.astype(x.dtype), numbers, **how)
+        options = {"preferred_element_type": jnp.float32}
+        out = lax.dot_general(x, values.astype(x.dtype), numbers, **options)
         return (out if is_grouped else out * scale).astype(dtype)
 
     def kernel(x, codes, scale, *zeros):
@@ -143,10 +145,10 @@ def _call(plan: ManyRows) -> Callable:
         blocks = plan.blocks(x.shape[0], codes.shape, group)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, codes, scale, *zeros)
-        how = {"dtype": dtype, "interpret": plan.is_interpreted}
-        how |= {"zeros_GN": zeros[0]} if zeros else {}
+        options = {"dtype": dtype, "interpret": plan.is_interpreted}
+        options |= {"zeros_GN": zeros[0]} if zeros else {}
         codes = decoding.as_bytes(codes)
-        return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **how)
+        return prefill_matmul(x, codes, scale, fmt=fmt, blocks=blocks, **options)
 
     axes = "m k, k n, g n, g n -> m n" if plan.has_zeros else "m k, k n, g n -> m n"
     return as_function(kernel, plain, axes, ("k", "g"), not plan.is_interpreted)
@@ -166,9 +168,9 @@ def _codes_call(plan: ManyRows) -> Callable:
         blocks = plan.blocks(x.shape[0], w.shape, None)
         if blocks is None:  # a device's part of a sharded weight may be too narrow
             return plain(x, w, rows, columns)
-        how = {"dtype": dtype, "interpret": plan.is_interpreted}
+        options = {"dtype": dtype, "interpret": plan.is_interpreted}
         arrays = x, decoding.as_bytes(w), columns.reshape(1, -1), rows
-        return prefill_matmul(*arrays, fmt=fmt, blocks=blocks, **how)
+        return prefill_matmul(*arrays, fmt=fmt, blocks=blocks, **options)
 
     can_partition = not plan.is_interpreted
     return as_function(kernel, plain, "m k, k n, m, n -> m n", ("k",), can_partition)
