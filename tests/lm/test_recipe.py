@@ -16,7 +16,7 @@ from midtread.lm.train import train
 from midtread.model import prove
 from midtread.model.flaxlib import QuantStat, read
 from midtread.model.quantize import quantize_model
-from tests.lm.test_mesh import TOLERANCE, trained
+from tests.lm.test_mesh import SPARSE, TOLERANCE, trained
 
 RECIPE = ("deepseek-v3-fp8", "dataset_type=synthetic", "batch_size=8",
           "max_target_length=16", "warmup_steps_fraction=0")  # fmt: skip
@@ -278,9 +278,7 @@ def test_a_batch_in_parts_has_the_same_loss(more):
 
 
 def test_a_batch_in_parts_on_one_device():
-    words = (*(w for w in LATENT if w != RECIPE[0]), "num_experts=2", "moe_mlp_dim=16")
-    words = ("tiny", *words)
-    whole, parts = trained(*words), trained(*words, "batch_split_factor=2")
+    whole, parts = trained(*SPARSE), trained(*SPARSE, "batch_split_factor=2")
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=TOLERANCE)
     text = parts.compiled.as_text()
     assert text.count("opt-barrier") > 0 or "optimization_barrier" in text
