@@ -621,6 +621,38 @@ def test_a_linen_module_bridged_to_nnx(kind):
     np.testing.assert_allclose(out, model(X), atol=0.1)
 
 
+class Bridged(nnx.Module):
+    """An NNX module that holds Linen modules."""
+
+    def __init__(self):
+        inner = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(8)])
+        self.inner = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(0)).lazy_init(X)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_linen_modules_inside_a_bridge_have_paths_and_weights():
+    model, only = Bridged(), {"module_path": "inner/layers_2"}
+    rows = mt.explain(
+        model, mt.QtProvider([mt.QtRule(weight_qtype="int8", **only)]), X
+    ).rows
+    assert [(row.path, row.fwd[1]) for row in rows] == [
+        ("inner/layers_0", "f32"), ("inner/layers_2", "int8")
+    ]  # fmt: skip
+    rule = mt.QtRule(**INT8, act_static_scale=True, bwd_qtype="int8")
+    trained = mt.quantize_model(model, mt.QtProvider([rule]), X)
+    grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(trained)
+    assert jnp.any(jax.tree.leaves(grads)[0])
+    trained(X)
+    stat = trained.inner.layers_0_dot_general0_lhs
+    assert stat.get_value()["count"] == 2
+    served = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    with pytest.warns(UserWarning, match="stay float: inner/layers_0/kernel.*bridged"):
+        out = mt.quantize_model(model, served, X)(X)
+    np.testing.assert_allclose(out, model(X), rtol=1e-6)
+
+
 def test_shapes_of_all_collections_are_told_from_those_of_params():
     served = mt.quantize_model(nn.Dense(4), mt.PtqProvider([mt.QtRule(**INT8)]))
     shapes = jax.eval_shape(served.init, jax.random.key(0), X)

@@ -209,6 +209,7 @@ def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) 
 def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
     """Returns a variable to `read` and `write`, made if it is not there. Its shape must be
     what `init` would give."""
+    module, name = _keeper(module, name)
     if isinstance(module, nn.Module):
         try:
             var = module.scope.variable(collection, name, init)
@@ -236,6 +237,15 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
     return var
 
 
+def _keeper(module: Any, name: str) -> tuple[Any, str]:
+    """Returns the module that keeps a variable of ours, and the name there: for a Linen module
+    inside an NNX model the bridge, because Linen is given its own variables alone."""
+    bridge = running.bridge() if isinstance(module, nn.Module) else None
+    return (
+        (module, name) if bridge is None else (bridge, "_".join((*module.path, name)))
+    )
+
+
 def _shapes(make: Callable[[], Any]) -> Any:
     return jax.tree.map(lambda a: a.shape, jax.eval_shape(lambda: unbox(make())))
 
@@ -257,6 +267,7 @@ def param(
     module: Any, name: str, init: Callable[[], Any], kind: type = nnx.Param
 ) -> Any:
     """Returns a parameter of the module, made if it is not there."""
+    module, name = _keeper(module, name)
     if isinstance(module, nn.Module):
         try:
             return module.scope.param(name, lambda _: init())
@@ -316,6 +327,7 @@ def _set_data(module: nnx.Module, name: str, value: Any) -> None:
 
 def can_update(module: Any) -> bool:
     """Whether statistics may be written now."""
+    module, _ = _keeper(module, "")
     if isinstance(module, nn.Module):
         if module.is_initializing():
             return False
@@ -490,7 +502,8 @@ def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
         with intercept.active(provider, handlers, self), running.entered(self):
             provider.begin_call(self)
             model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            out = original(model, *args, **kwargs)
+            with nn.intercept_methods(_enter_linen):  # there may be bridges to Linen
+                out = original(model, *args, **kwargs)
             return provider.process_model_output(name, out)
 
     return method

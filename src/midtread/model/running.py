@@ -158,10 +158,18 @@ class entered:  # It is entered for every module: a generator would be slow.
 
 
 def path_of(module: Any) -> str:
-    """Returns a path such as 'encoder/layers/0', which is '' for the root."""
-    if isinstance(module, nn.Module):
-        return "/".join(module.path)
-    return getattr(module, "_path_text", "")
+    """Returns a path such as 'encoder/layers/0', which is '' for the root. That of a Linen
+    module inside an NNX one (nnx.bridge.ToNNX) begins with the path of that one."""
+    if not isinstance(module, nn.Module):
+        return getattr(module, "_path_text", "")
+    outer = getattr(bridge(), "_path_text", "")
+    return "/".join((outer, *module.path) if outer else module.path)
+
+
+def bridge() -> Any:
+    """Returns the NNX module that the Linen modules entered last are inside of, or None."""
+    others = (m for m in reversed(here.modules) if not isinstance(m, nn.Module))
+    return next(others, None)
 
 
 def entered_module() -> Any:

@@ -93,6 +93,7 @@ class PtqProvider(QuantizationProvider):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._not_carried: dict[str, str] = {}  # a weight that stays float -> why
+        self._bridged: set[str] = set()  # weights of Linen modules inside an NNX model
         # path -> (shape, number of shards) of operands whose origin is not known
         self._hidden: dict[str, set[tuple[tuple[int, ...], int]]] = {}
         # a weight rule that matched -> (it met a weight, a path where it matched)
@@ -230,6 +231,8 @@ class PtqProvider(QuantizationProvider):
             ways = (moves for a, moves in trail(flaxlib.unbox(x)) if a is param)
             found = module, name, next(ways, [])  # none: it was found by its shape
         if found is None or not self._is_of_model(*found[:2]):
+            if found is not None and _is_bridged(found[0], running.call_of(self).model):
+                self._bridged.add(_path(*found[:2]))
             return None
         owner, name, moves = found
         seen = as_seen(flaxlib.params_of(owner)[name], x, moves)
@@ -257,20 +260,19 @@ class PtqProvider(QuantizationProvider):
                 self._hidden.setdefault(path, set()).add(shape)
 
     def _note_float(self, owner: Any, name: str, why: str) -> None:
-        place = "/".join(filter(None, (flaxlib.path_of(owner), name)))
-        self._not_carried.setdefault(place, why)
+        self._not_carried.setdefault(_path(owner, name), why)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
         one bridged to NNX, whose variables go back to Linen: no box can. Nor for a layer
         inside a wrapper that computes with every parameter before the layer gets it."""
-        if isinstance(module, nnx.bridge.ToNNX):
+        root = running.call_of(self).model
+        if _is_bridged(module, root):
             return False
         if any(isinstance(outer, REWRITES) for outer in running.here.modules):
             return False
         if not isinstance(module, nn.Module) or module.is_initializing():
             return True
-        root = running.call_of(self).model
         if root is None:  # called by a module itself, not by a model under the provider
             return True
         inside = module.path[len(root.path) :]
@@ -356,6 +358,12 @@ class PtqProvider(QuantizationProvider):
                 f"{self._not_carried[names[0]]} them: codes follow casts, reshapes, "
                 "transposes, slices at whole tiles, indices, repeats and signs of one "
                 "parameter, and nothing else"
+            )
+        if names := sorted(self._bridged):
+            texts.append(
+                f"weights that stay float: {', '.join(names)}. They are in a Linen module "
+                "bridged to NNX, whose variables go back to Linen: quantize it as a Linen "
+                "model (mt.quantize_variables), or write its layers in NNX"
             )
         for path, found in self._hidden.items():
             names = [
@@ -570,6 +578,18 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
     low, high = spec.format.codes
     at = lambda code: ((code - zero.astype(jnp.float32)) * scale).astype(x.dtype)
     return witness.range_used(name, x, {"min": at(low), "max": at(high)})
+
+
+def _is_bridged(module: Any, model: Any) -> bool:
+    """Whether it is a Linen module that an NNX model holds, or the bridge itself."""
+    if isinstance(module, nnx.bridge.ToNNX):
+        return True
+    return isinstance(module, nn.Module) and isinstance(model, nnx.Module)
+
+
+def _path(module: Any, name: str) -> str:
+    """The path of a parameter, 'encoder/kernel'."""
+    return "/".join(filter(None, (flaxlib.path_of(module), name)))
 
 
 def _num_shards() -> int:
