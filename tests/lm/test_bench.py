@@ -50,6 +50,13 @@ def test_what_does_not_fit_is_named(monkeypatch):
     )
 
 
+def test_every_format_is_timed_once():
+    words = [*TINY, "quant=[{weight_qtype: nf4}]", "weight_dtype=bfloat16"]
+    config = settings.load([*words, "dtype=float32", "weight_rounding=stochastic"])
+    names = [name for name, _ in bench._formats(config, ["int8w", "int8w"])]
+    assert names == ["float32", "int8w", "quant"]
+
+
 def test_the_bound_is_bytes_over_bandwidth(monkeypatch):
     monkeypatch.setattr(roofline, "device_here", lambda: roofline.DEVICES[0])
     plain = bench.Decoded("bfloat16", 8, 1024, seconds=0.010, bytes_read=24_000_000_000)

@@ -227,11 +227,16 @@ def decoding(config: Config, asked: Asked) -> list[Decoded]:
 def _formats(config: Config, values: Sequence[str]) -> list[tuple[str, Config]]:
     """Returns what is timed, by name. Weights are kept in the compute dtype, as one serves
     them."""
-    config = dataclasses.replace(config, weight_dtype=config.dtype)
+    config = dataclasses.replace(
+        config, weight_dtype=config.dtype, weight_rounding="nearest"
+    )
     others = [
         dataclasses.replace(config, quantization=value, quant=()) for value in values
     ]
-    each = dict.fromkeys([in_float(config), *others, config])
+    each: list[Config] = []
+    for one in (in_float(config), *others, config):
+        if one not in each:  # a config with rules of one's own has no hash
+            each.append(one)
     return [(_name(one), one) for one in each]
 
 
