@@ -249,7 +249,7 @@ def test_what_is_not_streamed_in_groups():
     for shape, tile in [
         ((2, 256, 192), None),
         ((2, 160, 256), None),
-        ((2, 256, 256), 16),
+        ((2, 256, 256), 8),
     ]:
         assert "do not divide" in why(shape, tile)
     w = mt.quantize(random(2, 2, 128, 256), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 64})  # fmt: skip

@@ -451,6 +451,8 @@ def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
         fields |= {"qwix_path": path, "disable_quant_stats_update": False, RNGS: None}
         for name, original in _nnx_methods(cls):
             fields[name] = _nnx_method(original, name)
+        if issubclass(cls, nnx.bridge.ToNNX):
+            fields["__call__"] = _with_our_statistics(fields["__call__"])
         if path == ():
             fields["_provider"] = provider
             fields[method] = _nnx_root(getattr(cls, method), method, provider)
@@ -482,6 +484,18 @@ def _nnx_method(original: Callable, name: str) -> Callable:
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _with_our_statistics(method: Callable) -> Callable:
+    """A bridge finds a collection by the class that is registered under its name. Qwix, if it
+    is imported after us, has put its own there."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        nnx.register_variable_name("quant_stats", QuantStat, overwrite=True)
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
