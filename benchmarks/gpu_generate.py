@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from midtread.lm import cache as kv
-from midtread.lm import convert, decode, model, settings
+from midtread.lm import convert, decode, model, roofline, settings
 from midtread.lm.config import Model, section
 from midtread.lm.generate import cache_format
 
@@ -29,7 +29,6 @@ ROWS = {
     "fp8": ["quantization=fp8_full", "use_qwix_quantization=true"],
     "int8w+kv8": ["quantization=int8w", "quantize_kvcache=true"],
 }
-BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 COUNT = 64
 
 
@@ -43,7 +42,8 @@ def measure(name, words, batches, length, is_stacked):
     weights = convert.nbytes(jax.tree.leaves(nnx.state(net, nnx.Param)))
     weights -= net.token_embedder.embedding.nbytes if not m.logits_via_embedding else 0
     print(f"# {name}: {weights / 1e9:.2f} GB read a token, made in {time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
-    bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
+    device = roofline.device_here()
+    bandwidth = device and device.memory
     for batch in batches:
         options = {
             "slots": batch,

@@ -60,9 +60,7 @@ class Cache:
 
 def _put(positions: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
     """`old` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
-    if (
-        positions.size == 1
-    ):  # one copy, where XLA would check the bounds of a scatter first
+    if positions.size == 1:  # a copy; XLA would check the bounds of a scatter first
         return jax.lax.dynamic_update_slice(
             old, x.astype(old.dtype), (0, positions[0, 0], 0, 0)
         )

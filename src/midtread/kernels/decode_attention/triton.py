@@ -129,9 +129,8 @@ def _body(
 
 def _padded(q_ref) -> jax.Array:
     """ROWS rows, of which the reference has the first few; the others are zero."""
-    start = (
-        pl.program_id(0) * 0
-    )  # Pallas refuses to read beyond the end where it sees it
+    # This is row 0, but Pallas must not know: it refuses to read beyond the end.
+    start = pl.program_id(0) * 0
     exists = lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) < q_ref.shape[1]
     return pltriton.load(q_ref.at[0, pl.ds(start, ROWS), :], mask=exists, other=0)
 

@@ -167,10 +167,12 @@ def decoded(
             bit = times(column, zero_bits)
             zeros_at = _starts(zeros_here, shifted(bit, 3), num_groups)
             shift = modulo(bit, 8) if zero_bits == 2 else 0  # within a byte
-            own = lambda at: [] if at is None else _own_starts(code, at, shift, zero_bits)  # noqa: B023  # fmt: skip
+            own = [
+                [] if at is None else _own_starts(code, at, shift, zero_bits)
+                for at in zeros_at
+            ]
             scaling = [
-                _scaling(code, factors, size, own(zero))
-                for factors, zero in zip(factors_at, zeros_at)
+                _scaling(code, at, size, starts) for at, starts in zip(factors_at, own)
             ]
             registers = []
             for tile, given in enumerate(_given(words, half, code.bits, table_here)):
