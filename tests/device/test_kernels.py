@@ -12,9 +12,11 @@ import pytest
 
 import midtread as mt
 from midtread.kernels import choose
+from midtread.kernels.attention import Ranged
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import implementation
 from midtread.kernels.weight_matmul import few_codes
+from tests.kernels import test_attention as flash
 from tests.kernels.test_grouped import attention
 
 pytestmark = pytest.mark.gpu
@@ -441,6 +443,29 @@ def test_attention_over_a_cache_of_floats(slots, options):
     want = attention(q, k, v, stop, first, **options)
     for i in range(3):
         assert error(got[i], want[i]) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 700, 700, 8, 2, 128, 128, {}),
+        (1, 300, 300, 4, 4, 96, 64, {"window": 100, "softcap": 2.0, "sinks": True}),
+        (2, 130, 1000, 8, 2, 64, 64, {"offset": 800}),
+        (1, 600, 600, 4, 1, 256, 256, {"blind": 77}),
+    ],
+    ids=str,
+)
+def test_attention_over_ranges(case, monkeypatch):
+    monkeypatch.setitem(flash.CASES, "this", case)
+    a, g = flash.example(jax.random.key(0), "this")
+    run = lambda q, k, v, sinks: choose.attend_ranges(
+        Ranged(q, k, v, a.first, a.stop, a.scale, a.softcap, sinks)
+    )
+    got = flash.results(run, a, g)
+    with jax.default_matmul_precision("highest"):
+        want = flash.results(lambda *arrays: flash.formula(a, *arrays), a, g)
+    for x, y in zip(got, want, strict=True):
+        assert error(x, y) < 6e-3
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e5m2"])

@@ -205,5 +205,5 @@ def test_a_rule_for_the_logits_is_honoured(key):
 
 
 def test_words_that_mean_nothing_are_refused():
-    with pytest.raises(UsageError, match="attention=flash is not one of its values"):
-        settings.load(["tiny", "attention=flash"])
+    with pytest.raises(UsageError, match="attention=fast is not one of its values"):
+        settings.load(["tiny", "attention=fast"])

@@ -13,6 +13,7 @@
                                           CPU        cpu.py
     float -> codes                        NVIDIA     quantize/triton.py
     one token against a cache             NVIDIA     decode_attention/triton.py
+    many tokens, each over its range      Hopper     attention/triton.py
     everything else                       any        xla.py
 
 Around them:

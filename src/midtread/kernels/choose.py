@@ -3,6 +3,7 @@
     scaled(matmul, env)           codes x codes, scaled; rows may come in groups
     weight(matmul, env)           float x codes of a stored weight; rows may come in groups
     attend(cached)                one token a sequence against a cache
+    attend_ranges(ranged)         many tokens, each over a range of keys
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
     quantize_twice(x, specs, ..)  the same for two matmuls from one read
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 
+from midtread.kernels.attention import Ranged
 from midtread.kernels.candidates import Candidate, Choice, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
@@ -64,6 +66,7 @@ QUANTIZE_TWICE = (
     Candidate("triton", "nvidia", f"{_HERE}.quantize.adapter:plan_twice"),
 )
 ATTEND = (Candidate("triton", "nvidia", f"{_HERE}.decode_attention.triton:plan"),)
+ATTEND_RANGES = (Candidate("triton", "hopper", f"{_HERE}.attention.triton:plan"),)
 
 
 def scaled(a: Matmul, env: Env) -> jax.Array | None:
@@ -146,4 +149,16 @@ def attend(operands: Cached) -> jax.Array | None:
 def why_not_attend(operands: Cached) -> str | None:
     """Says why `attend` would return None, or returns None if it would not."""
     choice = first("attend", ATTEND, operands, here())
+    return choice.refused[0][1] if choice.plan is None else None
+
+
+def attend_ranges(operands: Ranged) -> jax.Array | None:
+    """Computes softmax(scale q k) v of many tokens, each over its range of keys; None if no
+    kernel can."""
+    return _run(first("attend ranges", ATTEND_RANGES, operands, here()), operands)
+
+
+def why_not_attend_ranges(operands: Ranged) -> str | None:
+    """Says why `attend_ranges` would return None, or returns None if it would not."""
+    choice = first("attend ranges", ATTEND_RANGES, operands, here())
     return choice.refused[0][1] if choice.plan is None else None

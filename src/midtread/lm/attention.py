@@ -8,6 +8,7 @@ two numbers a query, where a mask is as many as there are keys, so documents pac
 row stay apart in every implementation. `attend` has these, and takes the first that can:
 
     decode      NVIDIA, one query against a cache       kernels/decode_attention/triton.py
+    flash       Hopper, documents, soft caps, sinks     kernels/attention/triton.py
     tokamax     Hopper, ranges, soft caps               the package tokamax, if installed
     cudnn       NVIDIA, bfloat16; documents as a mask   jax.nn.dot_product_attention
     plain       the formula as it stands, where its logits are one block, or where a rule
@@ -35,6 +36,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import choose
+from midtread.kernels.attention import LOWEST, SAVED, Ranged
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import here
 from midtread.kernels.layout import SYMBOLIC, is_static
@@ -48,6 +50,8 @@ from midtread.numerics.qarray import QArray
 from midtread.ops import witness
 
 FEW = 128  # queries: fewer do not fill a kernel's block
+NO_SINKS = "it has no sinks"
+ALONE = "it runs on one device, and XLA cannot partition it"
 OF_RULES = "a rule quantizes attention's matmuls, which only the plain formula shows"
 
 
@@ -222,7 +226,7 @@ def plain(call: Call) -> jax.Array:
     if call.softcap is not None:
         logits = call.softcap * jnp.tanh(logits / call.softcap)
     mask = seen.mask(k_codes.shape[1])
-    logits = jnp.where(mask[:, None, None], logits, blockwise.LOWEST)
+    logits = jnp.where(mask[:, None, None], logits, LOWEST)
     if call.sinks is not None:
         sinks = call.sinks.astype(jnp.float32).reshape(1, K, -1, 1, 1)
         sinks = jnp.broadcast_to(sinks, (*logits.shape[:-1], 1))
@@ -278,11 +282,9 @@ def _cached(call: Call) -> Cached:
 
 
 def _why_not_flash(call: Call) -> str | None:
-    """What no flash kernel of another library takes."""
+    """What no flash kernel takes."""
     if _rule_of_logits():
         return OF_RULES
-    if call.sinks is not None:
-        return "it has no sinks"
     if call.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it is for bfloat16 and float16, not {call.q.dtype}"
     if call.sizes[0] < FEW:
@@ -290,6 +292,32 @@ def _why_not_flash(call: Call) -> str | None:
     if not is_static(call.q, *jax.tree.leaves((call.k, call.v))):
         return SYMBOLIC
     return None
+
+
+def _why_not_ranges(call: Call) -> str | None:
+    reason = here().why_not("hopper") or _why_not_flash(call)
+    if reason is not None:
+        return reason
+    is_plain = call.softcap is None and call.sinks is None
+    if is_plain and call.seen.is_causal and not call.seen.is_packed:
+        return (
+            "no documents are packed, and causal order alone is faster without ranges"
+        )
+    if not here().is_alone:
+        return ALONE
+    return choose.why_not_attend_ranges(_ranged(call))
+
+
+def _ranges(call: Call) -> jax.Array:
+    out = choose.attend_ranges(_ranged(call.restored()))
+    assert out is not None  # `_why_not_ranges` has asked
+    return out
+
+
+def _ranged(call: Call) -> Ranged:
+    seen, arrays = call.seen, (call.q, call.k, call.v)
+    formula = call.scale, call.softcap, call.sinks
+    return Ranged(*arrays, seen.first, seen.stop, *formula)
 
 
 def _why_it_fails(run: Callable, call: Call) -> str | None:
@@ -327,12 +355,12 @@ def _as_wide_as_keys(call: Call) -> Call:
 
 
 def _kept(run: Callable[[Call], jax.Array]) -> Callable[[Call], jax.Array]:
-    """`run`, whose output and residuals a remat policy can save (`blockwise.SAVED`).
+    """`run`, whose output and residuals a remat policy can save (`kernels.attention.SAVED`).
 
     A library's kernel has its own custom_vjp, and what that keeps has no name: under remat
     it would run forward twice.
     """
-    name = lambda x: checkpoint_name(x, blockwise.SAVED[0])
+    name = lambda x: checkpoint_name(x, SAVED[0])
 
     def wrapper(call: Call) -> jax.Array:
         call, seen = call.restored(), call.seen
@@ -362,8 +390,10 @@ def _why_not_tokamax(call: Call) -> str | None:
         return "tokamax is not installed (pip install 'midtread[tokamax]')"
     if not call.seen.is_causal:
         return "its ranges are of as many keys as queries"
+    if call.sinks is not None:
+        return NO_SINKS
     if not here().is_alone:
-        return "it runs on one device, and XLA cannot partition it"
+        return ALONE
     return _why_it_fails(_tokamax, call)
 
 
@@ -399,6 +429,8 @@ def _why_not_cudnn(call: Call) -> str | None:
         return "kernels of ours are interpreted here, cuDNN's cannot be"
     if call.softcap is not None:
         return "it has no soft cap"
+    if call.sinks is not None:
+        return NO_SINKS
     if call.v.shape[-1] > call.k.shape[-1]:
         return "values are wider than keys"
     return _why_it_fails(_cudnn, call)
@@ -448,6 +480,7 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS = {
     "decode": Implementation(_why_not_decode, _decode),
+    "flash": Implementation(_why_not_ranges, _ranges),
     "tokamax": Implementation(_why_not_tokamax, _tokamax),
     "cudnn": Implementation(_why_not_cudnn, _cudnn),
     "plain": Implementation(_why_not_plain, plain),

@@ -29,13 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from midtread.kernels.attention import LOWEST, SAVED
 from midtread.model.running import disable_interceptions
 
-LOWEST = -1e30  # the logit of a key that no query sees
 BLOCK = 512  # queries of a block, and keys
 LOGITS = 2**26  # at most so many in memory at once, over all heads and rows
-# What a rematerialized layer may keep, so that the forward need not run once more.
-SAVED = ("attention_out", "attention_log_z")
 
 
 class Formula(NamedTuple):

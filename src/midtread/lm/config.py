@@ -103,7 +103,7 @@ class Data:
     )
 
 
-ATTENTION = Literal["auto", "plain", "blockwise", "cudnn", "tokamax"]
+ATTENTION = Literal["auto", "plain", "blockwise", "flash", "cudnn", "tokamax"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

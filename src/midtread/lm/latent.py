@@ -37,8 +37,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.lm import blockwise, rope
+from midtread.kernels.attention import LOWEST
 from midtread.lm import cache as kv
+from midtread.lm import rope
 from midtread.lm.attention import Place, Seen, attend, seen_by
 from midtread.lm.config import Model
 from midtread.lm.layers import Linear, norm
@@ -176,7 +177,7 @@ def attend_latents(
         )
         logits += product if k_scale is None else product * _along_slots(k_scale)
     mask = seen.mask(codes[0].shape[1])[:, None]
-    logits = jnp.where(mask, scale * logits, blockwise.LOWEST)
+    logits = jnp.where(mask, scale * logits, LOWEST)
     weights = jax.nn.softmax(logits, axis=-1)
     if scales[0] is not None:  # varies along the sum over s: goes into the weights
         weights *= _along_slots(scales[0])

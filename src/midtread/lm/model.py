@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.kernels import environment
-from midtread.lm import blockwise, split
+from midtread.kernels.attention import SAVED
+from midtread.lm import split
 from midtread.lm.attention import Attention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
@@ -41,9 +42,9 @@ POLICIES = {
     "full": None,
     "minimal": saved.save_from_both_policies(
         saved.dots_with_no_batch_dims_saveable,
-        saved.save_only_these_names(training.OUT, *blockwise.SAVED),
+        saved.save_only_these_names(training.OUT, *SAVED),
     ),
-    "quantized": saved.save_only_these_names(training.KEPT, *blockwise.SAVED),
+    "quantized": saved.save_only_these_names(training.KEPT, *SAVED),
 }
 
 
