@@ -143,7 +143,6 @@ def attend(operands: Cached) -> jax.Array | None:
     return _run(choice, operands)
 
 
-def why_not_attend(operands: Cached) -> str | None:
-    """Says why `attend` would return None, or returns None if it would not."""
-    choice = first("attend", ATTEND, operands, here())
-    return choice.refused[0][1] if choice.plan is None else None
+def plan_attend(operands: Cached, env: Env) -> Choice:
+    """Chooses what `attend` would run, or says why nothing does, and runs nothing."""
+    return first("attend", ATTEND, operands, env)
