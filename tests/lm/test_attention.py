@@ -163,10 +163,12 @@ def call(key, T, dtype=jnp.bfloat16, **how):
 
 
 def test_the_first_that_can_is_taken(key):
-    name, refusals = attention.choose_for(call(key, 128))
-    assert name == "plain" and "not an NVIDIA GPU" in refusals["cudnn"]
-    name, refusals = attention.choose_for(call(key, 1024))
-    assert name == "blockwise" and "1024 x 1024" in refusals["plain"]
+    choice = attention.choose_for(call(key, 128))
+    assert choice.name == "plain"
+    assert "not an NVIDIA GPU" in dict(choice.refused)["cudnn"]
+    choice = attention.choose_for(call(key, 1024))
+    assert choice.name == "blockwise"
+    assert "1024 x 1024" in dict(choice.refused)["plain"]
 
 
 def test_explain_says_which(capsys):

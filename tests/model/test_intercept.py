@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import midtread as mt
-from midtread.model import intercept
+from midtread.model import caught, intercept
 
 W = jax.random.normal(jax.random.key(1), (8, 8))
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -323,7 +323,7 @@ def test_functions_that_were_imported_before_take_boxes():
 def test_functions_behind_jit_keep_its_methods():
     """As jnp.dot.lower, after a model was quantized too."""
     intercept.install()
-    for name in intercept.JITTED:
+    for name in caught.JITTED:
         held, was = getattr(jnp, name), getattr(jnp, name).__wrapped__
         missing = set(dir(was)) - set(dir(held))
         assert not {m for m in missing if not m.startswith("__")}

@@ -146,19 +146,17 @@ def attend(operands: Cached) -> jax.Array | None:
     return _run(choice, operands)
 
 
-def why_not_attend(operands: Cached) -> str | None:
-    """Says why `attend` would return None, or returns None if it would not."""
-    choice = first("attend", ATTEND, operands, here())
-    return choice.refused[0][1] if choice.plan is None else None
+def plan_attend(operands: Cached, env: Env) -> Choice:
+    """Chooses what `attend` would run, or says why nothing does, and runs nothing."""
+    return first("attend", ATTEND, operands, env)
 
 
 def attend_ranges(operands: Ranged) -> jax.Array | None:
     """Computes softmax(scale q k) v of many tokens, each over its range of keys; None if no
     kernel can."""
-    return _run(first("attend ranges", ATTEND_RANGES, operands, here()), operands)
+    return _run(plan_attend_ranges(operands, here()), operands)
 
 
-def why_not_attend_ranges(operands: Ranged) -> str | None:
-    """Says why `attend_ranges` would return None, or returns None if it would not."""
-    choice = first("attend ranges", ATTEND_RANGES, operands, here())
-    return choice.refused[0][1] if choice.plan is None else None
+def plan_attend_ranges(operands: Ranged, env: Env) -> Choice:
+    """Chooses what `attend_ranges` would run, or says why nothing does, and runs nothing."""
+    return first("attend ranges", ATTEND_RANGES, operands, env)

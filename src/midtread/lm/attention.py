@@ -17,8 +17,8 @@ row stay apart in every implementation. `attend` has these, and takes the first 
 
 All compute the same up to rounding: in float32 within 1e-5 of the plain formula, in
 bfloat16 within 2e-2 of the largest value (tests/lm/test_attention.py). The key `attention`
-insists on one of them. An implementation says why it cannot run before it is run, so what
-one cannot take goes to the next, and `midtread explain` prints the reasons.
+insists on one of them. They are candidates as kernels are (kernels/candidates.py): each plans
+or refuses, so what one cannot take goes to the next, and `midtread explain` prints the reasons.
 
 Letters: B batch, T queries, S keys, D emb_dim, H query heads, K kv heads, G = H / K,
 h head_dim.
@@ -37,8 +37,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import choose
 from midtread.kernels.attention import LOWEST, SAVED, Ranged
+from midtread.kernels.candidates import Candidate, Choice, Refusal, first
 from midtread.kernels.decode_attention import Cached
-from midtread.kernels.environment import here
+from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import SYMBOLIC, is_static
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
@@ -172,7 +173,7 @@ def attend(
         scale: of logits; None: 1 / sqrt(h).
         softcap: c tanh(logit / c) in place of each logit (Gemma 2).
         sinks: [H] a logit of each head that takes weight and has no value (gpt-oss).
-        implementation: one of IMPLEMENTATIONS by name, or "auto".
+        implementation: one of CANDIDATES by name, or "auto".
 
     Returns:
         [B, T, H, w] in q's dtype.
@@ -189,26 +190,27 @@ def attend(
     call = Call(q, k, v, seen, scale, softcap, sinks)
     if witness.key() is not None:  # explain asks for ops, and computes nothing
         return plain(call)
-    name, refusals = choose_for(call, implementation)
-    if name is None:
+    choice = choose_for(call, implementation)
+    if choice.plan is None:
         raise UsageError(
-            f"attention={implementation} cannot run: {refusals[implementation]}. "
+            f"attention={implementation} cannot run: {choice.refused[-1][1]}. "
             "Write attention=auto to leave the choice to Midtread."
         )
-    return IMPLEMENTATIONS[name].run(call)
+    return choice.plan.run(call)
 
 
-def choose_for(call: Call, asked: str = "auto") -> tuple[str | None, dict[str, str]]:
+def choose_for(call: Call, asked: str = "auto") -> Choice:
     """The implementation that runs a call, and why those before it do not."""
-    if asked == "plain":
-        return asked, {}
-    refusals = {}
-    for name in IMPLEMENTATIONS if asked == "auto" else (asked,):
-        reason = IMPLEMENTATIONS[name].why_not(call)
-        if reason is None:
-            return name, refusals
-        refusals[name] = reason
-    return None, refusals
+    if asked == "plain":  # which is refused for its cost alone
+        return Choice(asked, Runs(plain), ())
+    candidates = [c for c in CANDIDATES if asked in ("auto", c.name)]
+    return first("attention", candidates, call, here())
+
+
+class Runs(NamedTuple):
+    """The plan of an implementation that has nothing to work out beforehand."""
+
+    run: Callable[[Call], jax.Array]
 
 
 def plain(call: Call) -> jax.Array:
@@ -251,7 +253,7 @@ def _rule_of_logits() -> bool:
     return bool(rule and (rule.act_qtype or getattr(rule, "recipe", None)))
 
 
-def _why_not_plain(call: Call) -> str | None:
+def _why_not_plain(call: Call, env: Env) -> str | None:
     if _is_one_block(call) or _rule_of_logits():
         return None
     T, S = call.sizes
@@ -261,18 +263,15 @@ def _why_not_plain(call: Call) -> str | None:
 # --- implementations --------------------------------------------------------------------------
 
 
-def _why_not_decode(call: Call) -> str | None:
+def _plan_decode(call: Call, env: Env) -> Runs | Refusal:
     if call.sizes[0] != 1 or call.seen.is_causal:
-        return "it is for one query a sequence, against a cache"
+        return Refusal("it is for one query a sequence, against a cache")
     if not isinstance(call.k, QArray) and _rule_of_logits():
-        return OF_RULES
-    return choose.why_not_attend(_cached(call))
-
-
-def _decode(call: Call) -> jax.Array:
-    out = choose.attend(_cached(call))
-    assert out is not None  # `_why_not_decode` has asked
-    return out
+        return Refusal(OF_RULES)
+    kernel = choose.plan_attend(_cached(call), env)
+    if kernel.plan is None:
+        return Refusal(kernel.refused[0][1])
+    return Runs(lambda call: kernel.plan.run(_cached(call)))
 
 
 def _cached(call: Call) -> Cached:
@@ -294,24 +293,21 @@ def _why_not_flash(call: Call) -> str | None:
     return None
 
 
-def _why_not_ranges(call: Call) -> str | None:
-    reason = here().why_not("hopper") or _why_not_flash(call)
+def _plan_flash(call: Call, env: Env) -> Runs | Refusal:
+    reason = _why_not_flash(call)
     if reason is not None:
-        return reason
+        return Refusal(reason)
     is_plain = call.softcap is None and call.sinks is None
     if is_plain and call.seen.is_causal and not call.seen.is_packed:
-        return (
-            "no documents are packed, and causal order alone is faster without ranges"
+        return Refusal(
+            "no documents are packed, and causal order alone needs no ranges"
         )
-    if not here().is_alone:
-        return ALONE
-    return choose.why_not_attend_ranges(_ranged(call))
-
-
-def _ranges(call: Call) -> jax.Array:
-    out = choose.attend_ranges(_ranged(call.restored()))
-    assert out is not None  # `_why_not_ranges` has asked
-    return out
+    if not env.is_alone:
+        return Refusal(ALONE)
+    kernel = choose.plan_attend_ranges(_ranged(call), env)
+    if kernel.plan is None:
+        return Refusal(kernel.refused[0][1])
+    return Runs(lambda call: kernel.plan.run(_ranged(call.restored())))
 
 
 def _ranged(call: Call) -> Ranged:
@@ -382,8 +378,8 @@ def _kept(run: Callable[[Call], jax.Array]) -> Callable[[Call], jax.Array]:
     return wrapper
 
 
-def _why_not_tokamax(call: Call) -> str | None:
-    reason = here().why_not("hopper") or _why_not_flash(call)
+def _why_not_tokamax(call: Call, env: Env) -> str | None:
+    reason = _why_not_flash(call)
     if reason is not None:
         return reason
     if importlib.util.find_spec("tokamax") is None:
@@ -392,7 +388,7 @@ def _why_not_tokamax(call: Call) -> str | None:
         return "its ranges are of as many keys as queries"
     if call.sinks is not None:
         return NO_SINKS
-    if not here().is_alone:
+    if not env.is_alone:
         return ALONE
     return _why_it_fails(_tokamax, call)
 
@@ -421,12 +417,10 @@ def _tokamax(call: Call) -> jax.Array:
     )
 
 
-def _why_not_cudnn(call: Call) -> str | None:
-    reason = here().why_not("nvidia") or _why_not_flash(call)
+def _why_not_cudnn(call: Call, env: Env) -> str | None:
+    reason = _why_not_flash(call)
     if reason is not None:
         return reason
-    if here().is_interpreted:
-        return "kernels of ours are interpreted here, cuDNN's cannot be"
     if call.softcap is not None:
         return "it has no soft cap"
     if call.sinks is not None:
@@ -459,7 +453,7 @@ def _cudnn(call: Call) -> jax.Array:
     return out[..., :width]
 
 
-def _why_not_blockwise(call: Call) -> str | None:
+def _why_not_blockwise(call: Call, env: Env) -> str | None:
     if _rule_of_logits():
         return OF_RULES
     if not is_static(call.q, *jax.tree.leaves((call.k, call.v))):
@@ -473,19 +467,24 @@ def _blockwise(call: Call) -> jax.Array:
     return blockwise.attend(call.q, call.k, call.v, seen.first, seen.stop, *formula)
 
 
-class Implementation(NamedTuple):
-    why_not: Callable[[Call], str | None]
-    run: Callable[[Call], jax.Array]
+def _unless(why_not: Callable, run: Callable) -> Callable[[Call, Env], Runs | Refusal]:
+    """The `plan` of an implementation that takes every call it has no reason against."""
+
+    def plan(call: Call, env: Env) -> Runs | Refusal:
+        reason = why_not(call, env)
+        return Runs(run) if reason is None else Refusal(reason)
+
+    return plan
 
 
-IMPLEMENTATIONS = {
-    "decode": Implementation(_why_not_decode, _decode),
-    "flash": Implementation(_why_not_ranges, _ranges),
-    "tokamax": Implementation(_why_not_tokamax, _tokamax),
-    "cudnn": Implementation(_why_not_cudnn, _cudnn),
-    "plain": Implementation(_why_not_plain, plain),
-    "blockwise": Implementation(_why_not_blockwise, _blockwise),
-}
+CANDIDATES = (
+    Candidate("decode", "any", _plan_decode),  # its kernel says what it needs
+    Candidate("flash", "hopper", _plan_flash),
+    Candidate("tokamax", "hopper", _unless(_why_not_tokamax, _tokamax), False),
+    Candidate("cudnn", "nvidia", _unless(_why_not_cudnn, _cudnn), False),
+    Candidate("plain", "any", _unless(_why_not_plain, plain)),
+    Candidate("blockwise", "any", _unless(_why_not_blockwise, _blockwise)),
+)
 
 
 def describe(m: Model, batch: int) -> str:
@@ -506,9 +505,9 @@ def describe(m: Model, batch: int) -> str:
     v: Any = of(K, widths[1])
     sinks: Any = jnp.zeros(m.num_query_heads) if m.attention_sink else None
     call = Call(q, k, v, seen, 1.0, m.attn_logits_soft_cap or None, sinks)
-    name, refusals = choose_for(call, m.attention)
-    reasons = "; ".join(f"{other}: {why}" for other, why in refusals.items())
-    return f"attention: {name or 'none'}" + (f" ({reasons})" if reasons else "")
+    choice = choose_for(call, m.attention)
+    reasons = "; ".join(f"{other}: {why}" for other, why in choice.refused)
+    return f"attention: {choice.name or 'none'}" + (f" ({reasons})" if reasons else "")
 
 
 # --- modules ----------------------------------------------------------------------------------

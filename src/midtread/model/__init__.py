@@ -4,6 +4,7 @@ rules.py      where in a model, in which formats; from a rule to Specs
 provider.py   the base of every provider: rules, and handlers of the ops they match
 quantize.py   quantize_model: a Flax model under a provider
 function.py   quantize_function: a plain function under a provider
+caught.py     the functions of JAX and Flax that are intercepted
 intercept.py  calls of JAX's functions reach the active provider
 everyop.py    the same for every op, not contractions alone
 running.py    which model, module and provider are at work on this thread

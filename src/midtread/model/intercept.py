@@ -5,8 +5,8 @@ thread is running a quantized model, and if not does what it always did. A plain
 gets new code, so that every alias of it is caught (nnx.Linear keeps one). Functions that
 JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one that, while
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
+Which functions these are is the table in caught.py.
 
-    OPS                      every function that is caught, one row each
     active(provider, ...)    inside, a provider's handlers apply on this thread (running.py)
     dispatch(name, ...)      what each of JAX's functions now calls
     watch(path)              catches the function at a dotted path as well
@@ -31,74 +31,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from midtread.model import running
+from midtread.model.caught import (
+    BEHIND_JIT,
+    CAST,
+    COPIES,
+    JITTED,
+    OPS,
+    RULE,
+    VIEWS,
+    of_kind,
+)
 from midtread.numerics.qarray import QArray
 from midtread.ops.context import here
 
-
-class Op(NamedTuple):
-    """A function that reaches providers while a model runs."""
-
-    path: str  # where JAX or Flax keeps it
-    kind: str
-    # For another spelling of a matmul: from the two ranks to dot_general's dimension numbers.
-    numbers: Callable[[int, int], Any] | None = None
-
-
-CONTRACTION = "a contraction: providers handle it under its own name"
-SPELLING = "another spelling of a matmul: it becomes a dot_general"
-BEHIND_JIT = "the same behind a jit, which is left out while a model runs"
-LOOK_UP = "takes rows of a table"
-CAST = "by which a layer casts a parameter before it multiplies"
-PARAM = "by which a layer asks for a parameter"
-RULE = "by which a kernel asks for its rule"
-
-_ROWS_BY_COLUMNS = lambda a, b: (((a - 1,), (max(b - 2, 0),)), ((), ()))
-# The keys are the names under which providers handle these functions.
-OPS = {
-    "dot_general": Op("jax.lax.dot_general", CONTRACTION),
-    "einsum": Op("jax.numpy.einsum", CONTRACTION),
-    "conv_general_dilated": Op("jax.lax.conv_general_dilated", CONTRACTION),
-    "ragged_dot": Op("jax.lax.ragged_dot", CONTRACTION),
-    "ragged_dot_general": Op("jax.lax.ragged_dot_general", CONTRACTION),
-    "lax_dot": Op("jax.lax.dot", SPELLING, lambda a, b: (((a - 1,), (0,)), ((), ()))),
-    "tensordot": Op("jax.numpy.tensordot", SPELLING),
-    "dot": Op("jax.numpy.dot", BEHIND_JIT, _ROWS_BY_COLUMNS),
-    "matmul": Op("jax.numpy.matmul", BEHIND_JIT, _ROWS_BY_COLUMNS),
-    "inner": Op("jax.numpy.inner", BEHIND_JIT, lambda a, b: (((a - 1,), (b - 1,)), ((), ()))),
-    "vdot": Op("jax.numpy.vdot", BEHIND_JIT),
-    "convolve": Op("jax.numpy.convolve", BEHIND_JIT),
-    "take": Op("jax.numpy.take", LOOK_UP),
-    "asarray": Op("jax.numpy.asarray", CAST),
-    "promote_dtype": Op("flax.linen.dtypes.promote_dtype", CAST),
-    "promote_dtype_nnx": Op("flax.nnx.nn.dtypes.promote_dtype", CAST),
-    "param": Op("flax.linen.Module.param", PARAM),
-    "current_rule": Op("qwix._src.qconfig.get_current_rule", RULE),
-}  # fmt: skip
-
-
-def of_kind(*kinds: str) -> tuple[str, ...]:
-    """Returns the names of the ops of these kinds."""
-    return tuple(name for name, op in OPS.items() if op.kind in kinds)
-
-
-CONTRACTIONS = of_kind(CONTRACTION)
 _NAMES = {op.path: name for name, op in OPS.items() if op.kind != BEHIND_JIT}
 _CASTS = of_kind(CAST)
-JITTED = of_kind(BEHIND_JIT)
 # The functions inside those jits are caught too, because somebody may have imported the jitted
 # function before it was replaced: then boxes among its arguments are seen here.
-_BEHIND_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
-# functions that move an array's values and compute nothing: a box goes through them
-RESHAPES = ("reshape", "ravel")
-COPIES = ((jnp, "astype"), (jnp, "copy"), (jnp, "array"), (lax, "convert_element_type"))
-
-# functions that take parts of an array, or lay it out otherwise: codes may follow them
-VIEWS = {
-    jnp: """split array_split hsplit vsplit dsplit unstack repeat flip flipud fliplr
-        negative squeeze expand_dims broadcast_to""",
-    lax: """slice slice_in_dim index_in_dim dynamic_slice dynamic_slice_in_dim split
-        dynamic_index_in_dim squeeze expand_dims rev neg broadcast_in_dim""",
-}
+_INSIDE_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
+_RESHAPES = ("reshape", "ravel")  # a box goes through these, as through COPIES
 
 _originals: dict[str, Callable] = {}
 _install_lock = threading.Lock()
@@ -136,8 +87,8 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
         if spelled is not None:
             with running.late(name == "lax_dot"):
                 return dispatch("dot_general", *spelled)
-    if name in _BEHIND_JIT and any(map(_is_boxed, args)) and running.any_enabled():
-        return _product_of_boxes(_BEHIND_JIT[name], args, kwargs)
+    if name in _INSIDE_JIT and any(map(_is_boxed, args)) and running.any_enabled():
+        return _product_of_boxes(_INSIDE_JIT[name], args, kwargs)
     if name in here.names:
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
@@ -197,7 +148,7 @@ def install() -> None:
             return
         plain = [n for n, op in OPS.items() if op.kind not in (BEHIND_JIT, RULE)]
         originals = {name: _swap_code(name, _function(name)) for name in plain}
-        for name, spelling in _BEHIND_JIT.items():
+        for name, spelling in _INSIDE_JIT.items():
             originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
@@ -266,15 +217,18 @@ def _dispatching(name: str, fn: Any) -> Callable:
 
 
 def _swap_code(name: str, fn: Any) -> Callable:
-    """Gives a plain function code that dispatches, and returns a function with the old code."""
+    """Gives a plain function code that dispatches, and returns a function with the old code.
+    The new code leaves at once where there is nothing to dispatch: it runs for every call."""
     original = types.FunctionType(
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     original.__kwdefaults__ = fn.__kwdefaults__
     source = (
         f"def {fn.__name__}(*args, **kwargs):\n"
-        f"    from midtread.model.intercept import dispatch\n"
-        f"    return dispatch({name!r}, args, kwargs)\n"
+        f"    from midtread.model.intercept import _originals, dispatch, here\n"
+        f"    if here.active and not here.engine and not here.closed:\n"
+        f"        return dispatch({name!r}, args, kwargs)\n"
+        f"    return _originals[{name!r}](*args, **kwargs)\n"
     )
     scope: dict[str, Any] = {}
     exec(compile(source, f"<midtread: jax {name}>", "exec"), scope)  # noqa: S102
@@ -405,7 +359,7 @@ def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> A
     if name == "array":
         dtype = args[0] if args else kwargs.get("dtype")
         return box if dtype is None else box.astype(dtype)
-    if name in RESHAPES:
+    if name in _RESHAPES:
         like_it = np.broadcast_to(0, box.shape)
         return box.reshape(getattr(np, name)(like_it, *args, *kwargs.values()).shape)
     return box
@@ -438,6 +392,8 @@ def _indexing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self, index):
+        if not here.active or here.engine:
+            return original(self, index)
         if running.any_enabled():
             ids = row_indices(index)
             rows = (

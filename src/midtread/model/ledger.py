@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import environment, measured
-from midtread.model import flaxlib, intercept, jaxprs, operands, running
+from midtread.model import caught, flaxlib, intercept, jaxprs, operands, running
 from midtread.model.boxes import WithAux
 from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
@@ -72,7 +72,7 @@ class Witness:
         return self._scope(path)
 
     def handle(self, name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
-        if name not in (*intercept.CONTRACTIONS, LOOKUP):
+        if name not in (*caught.CONTRACTIONS, LOOKUP):
             return handler(*args, **kwargs)
         weights = [_weight_of(a, self.known) for a in args if hasattr(a, "shape")]
         op = _Op(name, [w for w in weights if w])

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from midtread.model import flaxlib, intercept, running
+from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.moves import Move
 from midtread.model.rules import QuantizationRule, as_rules, recipe_of
 from midtread.model.weights import find_param, find_part
@@ -71,7 +71,7 @@ class QuantizationProvider:
     honours: frozenset[str] | None = None
     traces_inside = False  # whether a model of its own was seen to trace inside itself
     refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
-    ops: tuple[str, ...] = intercept.CONTRACTIONS
+    ops: tuple[str, ...] = caught.CONTRACTIONS
     # A rule matches these ops only if its op_names have them.
     named_only: tuple[str, ...] = ("take",)
 
@@ -146,7 +146,7 @@ class QuantizationProvider:
     def get_intercept_map(self) -> dict[str, Callable]:
         """Returns {"jax.lax.dot_general": self.dot_general, ...}. A subclass may add others:
         `return super().get_intercept_map() | {"jax.numpy.tanh": self.tanh}`."""
-        path = lambda name: intercept.OPS[name].path if name in intercept.OPS else name
+        path = lambda name: caught.OPS[name].path if name in caught.OPS else name
         methods = {path(n): getattr(self, n) for n in self.ops if hasattr(self, n)}
         return {**methods, path("current_rule"): self._rule_for}
 

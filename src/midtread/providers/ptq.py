@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib, intercept, running
+from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
@@ -81,7 +81,7 @@ class PtqProvider(QuantizationProvider):
 
     honours = field_names(QtRule)  # those of the backward say nothing about serving
     ops = (
-        *intercept.CONTRACTIONS,
+        *caught.CONTRACTIONS,
         "take",
         "getitem",
         "asarray",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.model import flaxlib, intercept
+from midtread.model import caught, flaxlib, intercept
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
@@ -52,7 +52,7 @@ class QtProvider(QuantizationProvider):
 
     rule_type = QtRule
     honours = field_names(QtRule)
-    ops = (*intercept.CONTRACTIONS, "take", "getitem")
+    ops = (*caught.CONTRACTIONS, "take", "getitem")
     _streams: dict | None = None  # the modules that want a key, while NNX is prepared
     # path of a module that rounds at random -> extents of the stack of layers that it is
     _stacks: Mapping[tuple, tuple[int, ...]] = MappingProxyType({})
