@@ -13,6 +13,8 @@
                                           CPU        cpu.py
     float -> codes                        NVIDIA     quantize/triton.py
     one token against a cache             NVIDIA     decode_attention/triton.py
+      turned, and written into it         NVIDIA     write_cache/triton.py
+    a stream, a sum and its norm          NVIDIA     add_norm/triton.py
     everything else                       any        xla.py
 
 Around them:

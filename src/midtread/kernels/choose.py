@@ -3,6 +3,8 @@
     scaled(matmul, env)           codes x codes, scaled; rows may come in groups
     weight(matmul, env)           float x codes of a stored weight; rows may come in groups
     attend(cached)                one token a sequence against a cache
+    write(token)                  one token a sequence, turned and written into a cache
+    add_norm(sum)                 a stream, what is added to it, and the norm of the sum
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
     quantize_twice(x, specs, ..)  the same for two matmuls from one read
 
@@ -17,11 +19,13 @@ from typing import Any
 
 import jax
 
+from midtread.kernels.add_norm import Normed, Sum
 from midtread.kernels.candidates import Candidate, Choice, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Matmul, weight_matmul, why_not_weight
 from midtread.kernels.quantize.operand import Operand, Quantized, Twice
+from midtread.kernels.write_cache import Token, Written
 from midtread.numerics.calibration import Range
 from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
@@ -64,6 +68,8 @@ QUANTIZE_TWICE = (
     Candidate("triton", "nvidia", f"{_HERE}.quantize.adapter:plan_twice"),
 )
 ATTEND = (Candidate("triton", "nvidia", f"{_HERE}.decode_attention.triton:plan"),)
+WRITE = (Candidate("triton", "nvidia", f"{_HERE}.write_cache.triton:plan"),)
+ADD_NORM = (Candidate("triton", "nvidia", f"{_HERE}.add_norm.triton:plan"),)
 
 
 def scaled(a: Matmul, env: Env) -> jax.Array | None:
@@ -147,3 +153,14 @@ def why_not_attend(operands: Cached) -> str | None:
     """Says why `attend` would return None, or returns None if it would not."""
     choice = first("attend", ATTEND, operands, here())
     return choice.refused[0][1] if choice.plan is None else None
+
+
+def write(token: Token) -> Written | None:
+    """Turns queries and keys by their positions and writes keys and values into the cache, which
+    is used up; None if no kernel can."""
+    return _run(first("write", WRITE, token, here()), token)
+
+
+def add_norm(operands: Sum) -> Normed | None:
+    """Adds to a stream and norms the sum; None if no kernel can."""
+    return _run(first("add and norm", ADD_NORM, operands, here()), operands)
