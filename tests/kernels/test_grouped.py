@@ -329,8 +329,12 @@ def attention(q, k, v, stop, first=0, gain=1.0, softcap=None, sinks=None):
     ("name", "axes", "width"),
     [("int8", (0, 1, 2), 32), ("e4m3", (0, 1), 32), ("int4", (0, 1), 64)],
 )
-def test_attention_over_a_cache(name, axes, width):
-    """Two programs for a context, and a sequence that ends in the first one's part."""
+@pytest.mark.parametrize("cores", [2, 132])
+def test_attention_over_a_cache(name, axes, width, cores, monkeypatch):
+    """A program for a context, or three: `num_parts` chooses by the multiprocessors."""
+    monkeypatch.setattr(attention_triton, "num_cores", lambda: cores)
+    monkeypatch.setattr(attention_triton, "MERGE", 0.1)
+    attention_triton._call.cache_clear()
     k, v = (cached(i, name, axes, 2, 150, 2, width) for i in (1, 2))
     q, lengths = random(3, 2, 1, 4, width), jnp.array([150, 70])
     run = lambda q, lengths: attend(q, k, v, lengths, gain=1.5)
@@ -346,7 +350,7 @@ def test_attention_over_a_cache_of_floats(parts):
     options = {"gain": 1.5, "softcap": 2.0}
     got = attention_triton.decode_attention(
         q.reshape(2, 2, 3, 32), (k, None), (v, None), first, stop, sinks.reshape(2, 3),
-        fmt=None, block=16, programs=4 * parts, interpret=True, **options,
+        fmt=None, block=16, parts=parts, interpret=True, **options,
     )  # fmt: skip
     want = attention(q, k, v, stop, first, sinks=sinks, **options)
     assert error(got.reshape(q.shape), want) < 4e-3

@@ -58,9 +58,20 @@ def test_one_token_a_call_and_many_are_the_same(net, config, sampling):
     options = {"sampling": decode.Sampling(*sampling), "seed": 3}
     once = [
         decode.complete(served(net, config, **options), PROMPTS, 6, count=count)
-        for count in (1, 4)
+        for count in (1, 4, 11)
     ]
-    assert once[0] == once[1]
+    assert once[0] == once[1] == once[2]
+
+
+@pytest.mark.parametrize("count", [16, 12, 13])
+def test_the_host_is_asked_once_a_round(net, config, count):
+    """The loop that the host has to ask about holds one of a length that is known."""
+    server = served(net, config)
+    arguments = (server._weights, server._slots, server._seed, count)
+    jaxpr = str(server._program.go_on.trace(*arguments).jaxpr)
+    assert jaxpr.count("while[") == 1
+    length = {16: 8, 12: 6, 13: 1}[count]
+    assert f"length={length}\n" in jaxpr
 
 
 def test_a_slot_takes_the_next_prompt_and_neighbours_change_nothing(net, config):
@@ -193,7 +204,9 @@ def test_weights_of_the_same_rows_are_joined_unless_that_changes_something(words
     first = getattr(joined.decoder.layers, "0")
     rows = first.self_attention.query, first.mlp.wi_0
     assert tuple(x.widths is not None for x in rows) == JOINED[words]
-    np.testing.assert_allclose(logits(joined, tokens), want, atol=1e-5)
+    # A sum that is rounded otherwise may move an activation's code by 1.
+    near = 2e-2 if "act_qtype" in words else 1e-5
+    np.testing.assert_allclose(logits(joined, tokens), want, atol=near)
 
 
 def test_a_model_under_rules_of_the_users_own(net, config, key):

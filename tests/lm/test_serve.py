@@ -17,9 +17,18 @@ from flax import nnx
 import midtread as mt
 from midtread import cli
 from midtread.interop import orbax as interop
-from midtread.kernels.decode_attention import triton as attention
-from midtread.kernels.environment import implementation
-from midtread.lm import build, cache, calibrate, convert, data, model, room, settings
+from midtread.kernels.environment import implementation, watched
+from midtread.lm import (
+    build,
+    cache,
+    calibrate,
+    convert,
+    data,
+    decode,
+    model,
+    room,
+    settings,
+)
 from midtread.lm.config import Model, UsageError, section
 from midtread.lm.decode import Sampling, choose
 from midtread.lm.generate import generate
@@ -381,20 +390,34 @@ def test_caches_in_few_bits(fmt, axis, error, key):
     assert cache.nbytes(made) == values * bits // 8 + 2 * 2 * 2 * 8 * heads * 4
 
 
-def test_a_token_by_the_attention_kernel(key, monkeypatch):
-    """What a GPU would run, interpreted: the same logits as by XLA."""
-    m = Model(**{**SMALL, "head_dim": 32})
+# What differs from SMALL, and how the cache is kept.
+STEPS = {
+    "llama": ({}, ("int8", "dkv")),
+    "gemma": ({"norm_scale_offset": True, "use_qk_norm": True, "num_kv_heads": 1,
+               "sliding_window_size": 4, "sliding_window_pattern": 2},
+              ("fp8", "heads_and_dkv")),
+    "phi": ({"scan_layers": False, "partial_rotary_factor": 0.5}, ("int8", "dkv")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_token_by_kernels(name, key):
+    """What a GPU would run, interpreted: the same logits and cache as by XLA."""
+    fields, cache_format = STEPS[name]
+    m = Model(**{**SMALL, "head_dim": 32, **fields})
     net, tokens = model.create(m), jax.random.randint(key, (2, 6), 0, 256)
-    before = call(net, tokens[:, :5], cache=cache.make(m, 2, 8, ("int8", "dkv"))).cache
-    runs, kernel = [], attention.decode_attention
-    spy = lambda *args, **kw: runs.append(args) or kernel(*args, **kw)
-    monkeypatch.setattr(attention, "decode_attention", spy)
-    step = lambda: call(net, tokens[:, 5:], jnp.full((2, 1), 5), before).logits
-    want = step()
-    assert not runs
-    with implementation("interpret"):
-        np.testing.assert_allclose(step(), want, atol=5e-3)
-    assert runs
+    net = decode.prepare(net) if not m.scan_layers else net
+    before = call(net, tokens[:, :5], cache=cache.make(m, 2, 8, cache_format)).cache
+    step = lambda: call(net, tokens[:, 5:], jnp.full((2, 1), 5), before)
+    want, taken = step(), []
+    note = lambda operation, _, choice: taken.append((operation, choice.name))
+    with implementation("interpret"), watched(note):
+        got = step()
+    np.testing.assert_allclose(got.logits, want.logits, atol=5e-3)
+    for x, y in zip(jax.tree.leaves(got.cache), jax.tree.leaves(want.cache)):
+        x, y = np.float32(x), np.float32(y)
+        assert (x != y).mean() < 0.02, (x, y)
+    assert {(op, "triton") for op in ("attend", "write", "add and norm")} <= {*taken}
 
 
 def test_prompts_of_any_length_do_not_disturb_each_other():

@@ -13,7 +13,9 @@
                                           CPU        cpu.py
     float -> codes                        NVIDIA     quantize/triton.py
     one token against a cache             NVIDIA     decode_attention/triton.py
+      turned, and written into it         NVIDIA     write_cache/triton.py
     many tokens, each over its range      Hopper     attention/triton.py
+    a stream, a sum and its norm          NVIDIA     add_norm/triton.py
     everything else                       any        xla.py
 
 Around them:

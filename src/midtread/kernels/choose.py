@@ -4,6 +4,8 @@
     weight(matmul, env)           float x codes of a stored weight; rows may come in groups
     attend(cached)                one token a sequence against a cache
     attend_ranges(ranged)         many tokens, each over a range of keys
+    write(token)                  one token a sequence, turned and written into a cache
+    add_norm(sum)                 a stream, what is added to it, and the norm of the sum
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
     quantize_twice(x, specs, ..)  the same for two matmuls from one read
 
@@ -18,12 +20,14 @@ from typing import Any
 
 import jax
 
+from midtread.kernels.add_norm import Normed, Sum
 from midtread.kernels.attention import Ranged
 from midtread.kernels.candidates import Candidate, Choice, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Matmul, weight_matmul, why_not_weight
 from midtread.kernels.quantize.operand import Operand, Quantized, Twice
+from midtread.kernels.write_cache import Token, Written
 from midtread.numerics.calibration import Range
 from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
@@ -67,6 +71,8 @@ QUANTIZE_TWICE = (
 )
 ATTEND = (Candidate("triton", "nvidia", f"{_HERE}.decode_attention.triton:plan"),)
 ATTEND_RANGES = (Candidate("triton", "hopper", f"{_HERE}.attention.triton:plan"),)
+WRITE = (Candidate("triton", "nvidia", f"{_HERE}.write_cache.triton:plan"),)
+ADD_NORM = (Candidate("triton", "nvidia", f"{_HERE}.add_norm.triton:plan"),)
 
 
 def scaled(a: Matmul, env: Env) -> jax.Array | None:
@@ -160,3 +166,14 @@ def attend_ranges(operands: Ranged) -> jax.Array | None:
 def plan_attend_ranges(operands: Ranged, env: Env) -> Choice:
     """Chooses what `attend_ranges` would run, or says why nothing does, and runs nothing."""
     return first("attend ranges", ATTEND_RANGES, operands, env)
+
+
+def write(token: Token) -> Written | None:
+    """Turns queries and keys by their positions and writes keys and values into the cache, which
+    is used up; None if no kernel can."""
+    return _run(first("write", WRITE, token, here()), token)
+
+
+def add_norm(operands: Sum) -> Normed | None:
+    """Adds to a stream and norms the sum; None if no kernel can."""
+    return _run(first("add and norm", ADD_NORM, operands, here()), operands)

@@ -53,10 +53,15 @@ def as_function(
 
         return lax.map(one, [a for a, b in zip(args, is_batched) if b]), True
 
-    call = jax.custom_vjp(mapped)
+    return with_gradients(mapped, plain)
+
+
+def with_gradients(kernel: Callable, plain: Callable) -> Callable:
+    """Gives `kernel` the gradients of `plain`, a function of the same arguments."""
+    call = jax.custom_vjp(kernel)
 
     def forward(*args):
-        return mapped(*args), args
+        return kernel(*args), args
 
     def backward(args, g):
         floats = [

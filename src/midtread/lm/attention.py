@@ -41,10 +41,11 @@ from midtread.kernels.candidates import Candidate, Choice, Refusal, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import SYMBOLIC, is_static
+from midtread.kernels.write_cache import Token
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError
-from midtread.lm.layers import Linear, norm, side_by_side, vector
+from midtread.lm.layers import Linear, cut, norm, side_by_side, vector
 from midtread.model.provider import get_current_rule
 from midtread.model.running import disable_interceptions
 from midtread.numerics.qarray import QArray
@@ -543,16 +544,19 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, h), (B, T, _) = self.shape, x.shape
-        q, k, v = side_by_side(x, self.query, self.key, self.value)
-        if self.norms == "all":
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = (a.reshape(B, T, -1, h) for a in (q, k, v))
-        if self.norms == "head":
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = self.turned(q, place), self.turned(k, place)
+        heads = self.heads(x)
+        by_head = lambda a: a.reshape(B, T, -1, h)
         seen = seen_by(place, cache, self.window_at(place))
+        written = None if cache is None else self.written(heads, place, cache)
+        if written is None:
+            parts = heads if len(heads) == 3 else cut(heads[0], self.query.widths)
+            q, k, v = map(by_head, parts)
+            q, k = self.turned(q, place), self.turned(k, place)
+        else:
+            q, cache = written
         if cache is not None:
-            cache = cache.write(place.positions, k=k, v=v)
+            if written is None:
+                cache = cache.write(place.positions, k=k, v=v)
             k, v = cache.rows["k"], cache.rows["v"]
         out = attend(
             q, k, v, seen,
@@ -563,14 +567,57 @@ class Attention(nnx.Module):
         )  # fmt: skip
         return self.out(out.reshape(B, T, H * h)), cache
 
+    def heads(self, x: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values [B, T, heads h], not turned yet: three arrays, or all of
+        them in one, where one matmul makes them."""
+        if not self.norms and self.query.widths is not None:
+            return [self.query(x)]
+        q, k, v = side_by_side(x, self.query, self.key, self.value)
+        if self.norms:
+            q, k = self.normed(self.query_norm, q), self.normed(self.key_norm, k)
+        return [q, k, v]
+
+    def normed(self, norm: Callable, x: jax.Array) -> jax.Array:
+        """Queries or keys, normed together or head by head."""
+        if self.norms == "all":
+            return norm(x)
+        by_head = x.reshape(*x.shape[:2], -1, self.shape[1])
+        return norm(by_head).reshape(x.shape)
+
+    def written(
+        self, heads: list[jax.Array], place: Place, cache: kv.Cache
+    ) -> tuple[jax.Array, kv.Cache] | None:
+        """Turned queries of one token a sequence, and the cache with its keys and values,
+        by a kernel that does all of that; None if none does."""
+        if heads[0].shape[1] != 1 or here().why_not("nvidia") is not None:
+            return None
+        all_heads = heads[0] if len(heads) == 1 else jnp.concatenate(heads, -1)
+        all_heads = all_heads.reshape(len(all_heads), -1, self.shape[1])
+        rotary, frequency = self.rotary(place)
+        positions = place.positions[:, 0].astype(jnp.int32)
+        turned = rotary.turned(self.shape[1])
+        tables = rotary.tables(positions, turned, frequency)
+        rows, pairs = (cache.rows["k"], cache.rows["v"]), rotary.is_interleaved
+        out = choose.write(Token(all_heads, *tables, positions, *rows, pairs))
+        if out is None:
+            return None
+        rows = {"k": out.k, "v": out.v}
+        return out.q[:, None], dataclasses.replace(cache, rows=rows)
+
     def turned(self, x: jax.Array, place: Place) -> jax.Array:
         """Queries or keys, turned by their positions."""
+        rotary, frequency = self.rotary(place)
+        return rotary.rotate(x, place.positions, frequency)
+
+    def rotary(self, place: Place) -> tuple[rope.Rope, jax.Array | None]:
+        """The rotary embedding of this layer, and its frequencies where they are known
+        only when it runs."""
         far, near = self.ropes
         if self.is_local is not None or far == near:
-            return (near if self.is_local else far).rotate(x, place.positions)
-        width = int(x.shape[-1] * far.share)
+            return near if self.is_local else far, None
+        width = far.turned(self.shape[1])
         both = near.frequencies(width), far.frequencies(width)
-        return far.rotate(x, place.positions, jnp.where(place.is_local, *both))
+        return far, jnp.where(place.is_local, *both)
 
     def window_at(self, place: Place) -> int | jax.Array | None:
         """Tokens that this layer looks back on; None: all."""

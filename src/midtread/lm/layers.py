@@ -5,12 +5,18 @@ carries logical axis names as sharding metadata ("embed", "heads", "mlp", "vocab
 "experts", "layers"), for whoever has a mesh.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from midtread.kernels import choose
+from midtread.kernels.add_norm import Sum
 from midtread.lm.config import Model
+from midtread.lm.mesh import keep_rows
 
 INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 
@@ -62,9 +68,12 @@ def side_by_side(x: jax.Array, *row: Linear) -> list[jax.Array]:
     (`lm/join.py`)."""
     if row[0].widths is None:
         return [linear(x) for linear in row]
-    ends = np.cumsum(row[0].widths)
-    out = row[0](x)
-    return [out[..., end - n : end] for end, n in zip(ends, row[0].widths)]
+    return cut(row[0](x), row[0].widths)
+
+
+def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+    """Cuts the last axis of x into parts of these widths."""
+    return jnp.split(x, np.cumsum(widths)[:-1].tolist(), axis=-1)
 
 
 class Embed(nnx.Embed):
@@ -104,6 +113,41 @@ class OffsetNorm(nnx.Module):
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         out = wide * jax.lax.rsqrt(mean + self.epsilon)
         return (out * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
+
+
+class Open(NamedTuple):
+    """A stream, and what is still to be added to it: the next norm adds it on its way."""
+
+    x: jax.Array
+    more: jax.Array
+
+
+def close(stream: jax.Array | Open) -> jax.Array:
+    """Returns the stream with everything added."""
+    return keep_rows(stream.x + stream.more) if isinstance(stream, Open) else stream
+
+
+def enter(
+    stream: jax.Array | Open, norm: nnx.Module | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the stream with everything added, and what a layer computes with: its norm, or
+    the stream itself without one. Where a kernel adds and norms at once, it does."""
+    if isinstance(stream, Open) and norm is not None:
+        is_offset = isinstance(norm, OffsetNorm)
+        normed = choose.add_norm(
+            Sum(
+                *stream,
+                scale=norm.scale[...],
+                epsilon=norm.epsilon,
+                scale_dtype=jnp.dtype(jnp.float32) if is_offset else norm.dtype,
+                dtype=norm.dtype,
+                offset=float(is_offset),
+            )
+        )
+        if normed is not None:
+            return normed
+    x = close(stream)
+    return x, x if norm is None else norm(x)
 
 
 def _clipped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:

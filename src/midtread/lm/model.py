@@ -31,7 +31,17 @@ from midtread.lm.attention import Attention, Place, document_starts
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.latent import LatentAttention
-from midtread.lm.layers import GATES, Embed, Linear, named, norm, side_by_side
+from midtread.lm.layers import (
+    GATES,
+    Embed,
+    Linear,
+    Open,
+    close,
+    enter,
+    named,
+    norm,
+    side_by_side,
+)
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
@@ -96,36 +106,46 @@ class Layer(nnx.Module):
         else:
             self.mlp = Mlp(m, m.mlp_dim, rngs)
 
-    def __call__(self, x: jax.Array, place: Place, cache: Any):
-        """Returns the stream after this layer, its router's loss, and its cache."""
+    def __call__(self, stream: jax.Array | Open, place: Place, cache: Any):
+        """Returns the stream after this layer, its router's loss, and its cache. With a cache
+        the last addition is left to the norm that comes next."""
         count = split.parts() if cache is None else 1
         if count == 1:
-            x, cache = self.attention(x, place, cache)
-            x, load = self.feed(x)
-            return x, self.balance([load]), cache
+            stream, cache = self.attention(stream, place, cache)
+            stream, load = self.feed(stream)
+            stream = close(stream) if cache is None else stream
+            return stream, self.balance([load]), cache
         # `is_local` is about the layer, and has no rows to cut.
         local, place = (
             place.is_local,
             place._replace(is_local=None),
         )
-        first = lambda part: self.attention(
-            part[0], part[1]._replace(is_local=local), None
-        )[0]
-        xs = split.staggered(first, split.cut((x, place), count))
-        outputs = split.staggered(self.feed, xs)
+        first = lambda part: close(
+            self.attention(part[0], part[1]._replace(is_local=local), None)[0]
+        )
+
+        def second(x):
+            out, load = self.feed(x)
+            return close(out), load
+
+        xs = split.staggered(first, split.cut((stream, place), count))
+        outputs = split.staggered(second, xs)
         xs, loads = zip(*outputs)
         return split.join(xs), self.balance(loads), cache
 
-    def attention(self, x: jax.Array, place: Place, cache: Any):
+    def attention(self, stream: jax.Array | Open, place: Place, cache: Any):
         """Returns the stream after attention, and the cache."""
-        y = self.pre_self_attention_layer_norm(x) if self.is_before else x
+        norm = self.pre_self_attention_layer_norm if self.is_before else None
+        x, y = enter(stream, norm)
         y, cache = self.self_attention(y, place, cache)
         y = self.post_attention_norm(y) if self.is_after else y
-        return keep_rows(x + y), cache
+        return Open(x, y), cache
 
-    def feed(self, x: jax.Array):
+    def feed(self, stream: jax.Array | Open):
         """Returns the stream after the MLP or the experts, and the router's load if any."""
-        y, load = self.post_self_attention_layer_norm(x) if self.is_before else x, None
+        norm = self.post_self_attention_layer_norm if self.is_before else None
+        x, y = enter(stream, norm)
+        load = None
         if self.sparse:
             out, load = self.MoeBlock_0(y)
             if hasattr(self, "shared_experts"):
@@ -133,7 +153,7 @@ class Layer(nnx.Module):
         else:
             out = self.mlp(y)
         out = self.post_mlp_norm(out) if self.is_after else out
-        return keep_rows(x + out), load
+        return Open(x, out), load
 
     def balance(self, loads) -> jax.Array:
         """Returns the loss of the router, zero without one."""
@@ -238,7 +258,7 @@ class Decoder(nnx.Module):
             x, balance = carry
             place = place._replace(is_local=is_local)
             x, more, cache = self._one(name)(layer, x, place, cache)
-            return (x, balance + more), cache
+            return (close(x), balance + more), cache
 
         # Random streams are stacked like weights, or one stream runs from layer to layer.
         counts = jax.tree.leaves(nnx.state(layers, nnx.RngCount))
@@ -336,7 +356,7 @@ class Transformer(nnx.Module):
             return Output(None, balance, cache=cache, losses=losses)
         if last is not None:
             pick = lambda x: jnp.take_along_axis(x, last[:, None, None], axis=1)
-            streams = list(map(pick, streams))
+            streams = jax.tree.map(pick, streams)
         logits, *ahead = map(self.head, streams)
         return Output(logits, balance, tuple(ahead), cache)
 
@@ -345,9 +365,10 @@ class Transformer(nnx.Module):
         gain = jnp.asarray(self.gain, self.token_embedder.dtype)
         return keep_rows(self.token_embedder(tokens) * gain)
 
-    def head(self, x: jax.Array) -> jax.Array:
+    def head(self, stream: jax.Array | Open) -> jax.Array:
         module, call = self._head()
-        return call(module, self.decoder.decoder_norm(x)).astype(jnp.float32)
+        _, x = enter(stream, self.decoder.decoder_norm)
+        return call(module, x).astype(jnp.float32)
 
     def judge(self, x: jax.Array, goal: Goal) -> Loss:
         """Returns the loss of `head(x)`."""

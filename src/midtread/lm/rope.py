@@ -90,6 +90,21 @@ class Rope:
         stretch = {"llama3": _llama3, "yarn": _yarn}[self.kind]
         return stretch(w, self.base, width, **numbers)
 
+    def turned(self, width: int) -> int:
+        """Returns how many numbers of a head are turned: its first ones."""
+        return int(width * self.share)
+
+    def tables(
+        self, positions: jax.Array, turned: int, frequency: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the cos and sin of each pair at positions [..]: [.., turned / 2]."""
+        frequency = self.frequencies(turned) if frequency is None else frequency
+        angle = positions[..., None].astype(jnp.float32) * frequency
+        sin, cos = jnp.sin(angle), jnp.cos(angle)
+        if self.gain != 1:
+            sin, cos = sin * self.gain, cos * self.gain
+        return cos, sin
+
     def rotate(
         self, x: jax.Array, positions: jax.Array, frequency: jax.Array | None = None
     ) -> jax.Array:
@@ -99,13 +114,10 @@ class Rope:
         Args:
             frequency: used in place of `frequencies`, for layers that choose while they run.
         """
-        turned = int(x.shape[-1] * self.share)
+        turned = self.turned(x.shape[-1])
         x, rest = x[..., :turned], x[..., turned:]
-        frequency = self.frequencies(turned) if frequency is None else frequency
-        angle = positions[:, :, None, None].astype(jnp.float32) * frequency
-        sin, cos = jnp.sin(angle), jnp.cos(angle)
-        if self.gain != 1:
-            sin, cos = sin * self.gain, cos * self.gain
+        cos, sin = self.tables(positions, turned, frequency)
+        cos, sin = cos[:, :, None], sin[:, :, None]
         if self.is_interleaved:
             a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
         else:

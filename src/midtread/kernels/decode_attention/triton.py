@@ -3,14 +3,15 @@
     out_qh  =  sum_s w_qs v_sh / sum_s p_qs       p = exp(q k_s), w = p times v's scale
 
 A decoder reads its whole cache for one token, so time is bytes over bandwidth, and codes
-of 8 bits should take half of bfloat16's time. Triton, as flash-decoding does it: the
-context is split over programs, each keeps the running maximum, the sum and the weighted
-values of its part, and a second kernel merges the parts. Parts that lie outside of what a
-sequence sees are not read.
+of 8 bits should take half of bfloat16's time. Triton, as flash-decoding does it: a program keeps
+the running maximum, the sum and the weighted values of what it has read. Where there are too few
+heads to occupy the GPU, what a sequence sees is shared by several programs, and a second kernel
+merges their parts (`num_parts`). Blocks outside of what a sequence sees are not read.
 
 Codes are multiplied as they are (triton_words.py) and scales applied to what comes out: k's to
 the logits, v's to the weights. The maximum is that of log(p) + log(scale of v), so that
-weights in float16 never exceed 1, whatever the scales are.
+weights in float16 never exceed 1, whatever the scales are. A word of codes holds neighbours
+of a head, which become the same column of several planes; queries are read in planes too.
 
 B sequences, K heads of the cache, each read by g query heads, S slots, h numbers a head.
 """
@@ -29,14 +30,23 @@ from midtread.kernels import triton_words
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env
-from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
+from midtread.kernels.pallas_compat import (
+    num_cores,
+    pl,
+    pltriton,
+    result,
+    triton_params,
+)
 from midtread.kernels.partition import as_function
+from midtread.kernels.quantize.triton import magnitude
 from midtread.numerics.formats import Format
 from midtread.numerics.qarray import QArray
 
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
-PROGRAMS = 1024  # at least so many, if the context is long enough
+PROGRAMS = 1024  # at least so many, where a context is shared and long enough
+CORE_BANDWIDTH = 36e3  # bytes that one multiprocessor of an H200 reads in a microsecond
+MERGE = 3.5  # microseconds of a second kernel, seen on an H200
 PARTS, WIDTH = 16, 32  # parts, and numbers of a head, that are merged at once
 LOWEST = -1e30  # below every logit
 LOG2E = np.float32(math.log2(math.e))  # a GPU's exponential is that of 2
@@ -44,15 +54,26 @@ FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of code
 FLOATS = ("bfloat16", "float16")  # of a cache of floats
 
 
-def split_length(batch: int, heads: int, length: int, programs: int, block: int) -> int:
-    """Slots of one program."""
-    parts = max(1, min(programs // (batch * heads), -(-length // block)))
-    return -(-length // (parts * block)) * block
+def num_parts(pairs: int, slots: int, slot_bytes: int, cores: int) -> int:
+    """Returns how many programs share the context of one head of one sequence.
+
+    One, if the multiprocessor that has most to read then needs no longer than it would take to
+    read an even share and merge. Otherwise as many as occupy the GPU, with a block each.
+
+    Args:
+        pairs: of a sequence and a head of the cache.
+        slots: of the cache, all of which might be seen.
+        slot_bytes: of one slot of one head, keys and values.
+        cores: multiprocessors.
+    """
+    in_excess = -(-pairs // cores) - pairs / cores  # contexts more than an even share
+    if in_excess * slots * slot_bytes <= MERGE * CORE_BANDWIDTH:
+        return 1
+    return max(1, min(PROGRAMS // pairs, -(-slots // BLOCK)))
 
 
-def _count_parts(slots: int, part: int) -> int:
-    """Parts of a context, rounded up to what `_merge_body` reads at once."""
-    parts = -(-slots // part)
+def _rounded(parts: int) -> int:
+    """Rounds a number of parts up to what `_merge_body` reads at once."""
     if parts > PARTS:
         return -(-parts // PARTS) * PARTS
     return 1 << (parts - 1).bit_length()
@@ -60,28 +81,27 @@ def _count_parts(slots: int, part: int) -> int:
 
 def _body(
     first_ref, stop_ref, q_ref, *refs,
-    fmt: Format | None, gain: float, block: int, slots: int, softcap: float | None,
-    native: bool,
+    fmt: Format | None, gain: float, block: int, slots: int, parts: int,
+    softcap: float | None, has_sinks: bool, native: bool,
 ):  # fmt: skip
-    """One part: q [P, ROWS, h / P] and for codes its factors qs [ROWS], k and v [part, h / P],
-    each followed by its scales [part] for codes."""
-    is_coded = fmt is not None
-    if is_coded:
-        qs_ref, k_ref, ks_ref, v_ref, vs_ref = refs[:5]
-    else:
-        k_ref, v_ref = refs[:2]
-    out_ref, top_ref, sum_ref = refs[-3:]
-    num_planes, num_rows, width = q_ref.shape
-    part = k_ref.shape[0]
-    begin = pl.program_id(2) * part
-    low = jnp.clip(first_ref[0] - begin, 0, part)
-    high = jnp.clip(jnp.minimum(stop_ref[0], slots) - begin, 0, part)
-    q = [q_ref[p] for p in range(num_planes)] if num_rows == ROWS else [_padded(q_ref)]
-    factor = qs_ref[:][:, None] * gain if is_coded else gain
+    """One part: q [g, h], k and v [S, h / P], each followed by its scales [S] for codes."""
+    k_ref, v_ref = refs[:: 1 if fmt is None else 2][:2]
+    num_planes = 1 if fmt is None else triton_words.num_planes(fmt)
+    width = q_ref.shape[1] // num_planes
+    low, high = first_ref[0], jnp.minimum(stop_ref[0], slots)
+    begin, end = low // block, (high + block - 1) // block
+    if parts > 1:
+        share = (end - begin + parts - 1) // parts
+        begin = begin + pl.program_id(2) * share
+        end = jnp.minimum(begin + share, end)
+    q, factor = _queries(q_ref, num_planes, width)
+    if fmt is None:
+        q, factor = [x.astype(k_ref.dtype) for x in q], 1.0
+    factor = factor * gain
 
     def values(ref, at, inside):
         block = pltriton.load(ref.at[at, :], mask=inside[:, None], other=0)
-        return triton_words.planes(block, fmt, native) if is_coded else [block]
+        return [block] if fmt is None else triton_words.planes(block, fmt, native)
 
     def scale(ref, at, inside):
         factors = pltriton.load(ref.at[at], mask=inside, other=1.0)
@@ -96,9 +116,9 @@ def _body(
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
         logits = logits * factor
         shift = 0.0
-        if is_coded:
-            logits = logits * scale(ks_ref, at, inside)
-            shift = jnp.log2(scale(vs_ref, at, inside))
+        if fmt is not None:
+            logits = logits * scale(refs[1], at, inside)
+            shift = jnp.log2(scale(refs[3], at, inside))
         if softcap is not None:
             cap = np.float32(softcap) * LOG2E
             logits = cap * jnp.tanh(logits / cap)
@@ -119,20 +139,52 @@ def _body(
         jnp.zeros((ROWS,), jnp.float32),
         [jnp.zeros((ROWS, width), jnp.float32)] * num_planes,
     )
-    top, total, out = lax.fori_loop(
-        low // block, (high + block - 1) // block, body, start
-    )
-    top_ref[:], sum_ref[:] = top, total
+    top, total, out = lax.fori_loop(begin, end, body, start)
+    out_ref = refs[-1 if parts == 1 else -3]
+    row, column = (lax.broadcasted_iota(jnp.int32, (ROWS, width), i) for i in (0, 1))
+    inside = row < out_ref.shape[0]
+    if parts == 1:
+        sink = None
+        if has_sinks:
+            heads = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+            sink = pltriton.load(refs[-2].at[heads], mask=heads < out_ref.shape[0], other=0)  # fmt: skip
+        out = _finished(top, total, out, sink)
+    else:
+        heads = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+        for ref, x in zip(refs[-2:], (top, total)):
+            pltriton.store(ref.at[heads], x, mask=heads < out_ref.shape[0])
     for p in range(num_planes):
-        out_ref[p] = out[p]
+        at = row, column * num_planes + p
+        pltriton.store(out_ref.at[at], out[p].astype(out_ref.dtype), mask=inside)
 
 
-def _padded(q_ref) -> jax.Array:
-    """ROWS rows, of which the reference has the first few; the others are zero."""
-    # This is row 0, but Pallas must not know: it refuses to read beyond the end.
-    start = pl.program_id(0) * 0
-    exists = lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) < q_ref.shape[1]
-    return pltriton.load(q_ref.at[0, pl.ds(start, ROWS), :], mask=exists, other=0)
+def _queries(q_ref, num_planes: int, width: int) -> tuple[list[jax.Array], jax.Array]:
+    """ROWS rows of queries in planes, of which the reference has the first few, the others are
+    zero: each row divided by a power of two so that it fits float16 (`triton_words.fitted`), and
+    these powers [ROWS, 1]."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (ROWS, width), i) for i in (0, 1))
+    exists = row < q_ref.shape[0]
+    read = lambda p: pltriton.load(q_ref.at[row, column * num_planes + p], mask=exists, other=0)  # fmt: skip
+    q = [read(p) for p in range(num_planes)]
+    if num_planes == 1:
+        return q, jnp.ones((ROWS, 1), jnp.float32)
+    q = [x.astype(jnp.float32) for x in q]
+    tops = [jnp.max(magnitude(x), axis=1) for x in q]
+    biased = functools.reduce(jnp.maximum, tops) >> 23
+    exponent = jnp.where(biased == 255, 1, biased - 126)  # of infinities and NaN, 1
+    exponent = jnp.minimum(jnp.maximum(exponent, -100), 120)[:, None]
+    power = lambda e: lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
+    return [(x * power(-exponent)).astype(jnp.float16) for x in q], power(exponent)
+
+
+def _finished(top, total, out: list, sink) -> list:
+    """What was summed over all slots, divided by its weight."""
+    if sink is not None:  # a logit that takes weight and has no value
+        sink = sink * LOG2E
+        new = jnp.maximum(top, sink)
+        fade = jnp.exp2(top - new)
+        total, out = total * fade + jnp.exp2(sink - new), [o * fade[:, None] for o in out]  # fmt: skip
+    return [o / total[:, None] for o in out]
 
 
 def _merge_body(part_ref, top_ref, sum_ref, *refs, chunk: int):
@@ -157,12 +209,8 @@ def _merge_body(part_ref, top_ref, sum_ref, *refs, chunk: int):
         jnp.zeros((rows, width), jnp.float32),
     )
     top, total, out = lax.fori_loop(0, parts // chunk, body, start)
-    if sinks_ref:  # a logit that takes weight and has no value
-        sink = sinks_ref[0][:] * LOG2E
-        new = jnp.maximum(top, sink)
-        fade = jnp.exp2(top - new)
-        total, out = total * fade + jnp.exp2(sink - new), out * fade[:, None]
-    out_ref[:, :] = (out / total[:, None]).astype(out_ref.dtype)
+    sink = sinks_ref[0][:] if sinks_ref else None
+    out_ref[:, :] = _finished(top, total, [out], sink)[0].astype(out_ref.dtype)
 
 
 def decode_attention(
@@ -177,8 +225,8 @@ def decode_attention(
     dtype=jnp.float32,
     gain: float = 1.0,
     softcap: float | None = None,
+    parts: int | None = None,
     block: int = BLOCK,
-    programs: int = PROGRAMS,
     warps: int = 4,
     stages: int = 3,
     interpret: bool = False,
@@ -189,84 +237,73 @@ def decode_attention(
     Args:
         k, v: ([B, S, K, h] codes, [B, S, K or 1] scales in float32), or floats in q's
             dtype and None, and then `fmt` is None.
+        parts: programs that share a context; None: as `num_parts` says.
     """
     batch, heads, group, width = q_BKgh.shape
-    slots = k[0].shape[1]
-    q, planes, args = q_BKgh, 1, [first_B, stop_B]
-    if fmt is not None or interpret:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
-    if fmt is None:
-        args.append(q.astype(k[0].dtype)[:, :, None])
-    else:
+    slots, planes = k[0].shape[1], 1
+    if fmt is not None:
         planes = triton_words.num_planes(fmt)
-        q, qs = triton_words.fitted(q)
         k, v = ((triton_words.as_words(codes, fmt), s) for codes, s in (k, v))
-        q = q.reshape(batch, heads, ROWS, width // planes, planes)
-        args += [q.transpose(0, 1, 4, 2, 3), qs[..., 0]]
-
-    part = split_length(batch, heads, slots, programs, block)
-    lead = (batch, heads, _count_parts(slots, part))
+    if parts is None:
+        slot_bytes = 2 * k[0].shape[3] * k[0].dtype.itemsize
+        parts = num_parts(batch * heads, slots, slot_bytes, num_cores())
+    parts = _rounded(parts)
+    rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
+    padded = -(-slots // block) * block
     one = lambda *block: pl.BlockSpec((None, None, *block), lambda b, j, i: (b, j, *[0] * len(block)))  # fmt: skip
-    cache = pl.BlockSpec((None, part, None, width // planes), lambda b, j, i: (b, i, j, 0))  # fmt: skip
+    cache = pl.BlockSpec((None, padded, None, width // planes), lambda b, j, i: (b, 0, j, 0))  # fmt: skip
 
     def of_scale(s):
         shared = s.shape[2] == 1
-        return pl.BlockSpec((None, part, None), lambda b, j, i: (b, i, 0 if shared else j))  # fmt: skip
+        return pl.BlockSpec((None, padded, None), lambda b, j, i: (b, 0, 0 if shared else j))  # fmt: skip
 
-    specs = [pl.BlockSpec((1,), lambda b, j, i: (b,))] * 2
-    specs += [one(*x.shape[2:]) for x in args[2:]]
+    args = [first_B, stop_B, q_BKgh]
+    specs = [pl.BlockSpec((1,), lambda b, j, i: (b,))] * 2 + [one(group, width)]
     for codes, scale in (k, v):
         args += [codes] if scale is None else [codes, scale]
         specs += [cache] if scale is None else [cache, of_scale(scale)]
+    sinks = []
+    if sinks_Kg is not None:
+        sinks = [jnp.pad(sinks_Kg.astype(jnp.float32), ((0, 0), (0, rows - group)))]
+    of_sinks = [pl.BlockSpec((None, rows), lambda b, j, i: (j, 0))] * len(sinks)
     own = lambda *block: pl.BlockSpec((None, None, None, *block), lambda b, j, i: (b, j, i, *[0] * len(block)))  # fmt: skip
-    parts, top, total = pl.pallas_call(
+    lead, is_whole = (batch, heads, parts), parts == 1
+    written = [((rows, width), dtype)]
+    if not is_whole:
+        written = [((rows, width), jnp.float32), *[((rows,), jnp.float32)] * 2]
+    out = pl.pallas_call(
         functools.partial(
-            _body, fmt=fmt, gain=float(gain / math.sqrt(width) * LOG2E),
-            block=block, slots=slots, softcap=softcap, native=not interpret,
+            _body, fmt=fmt, gain=float(gain / math.sqrt(width) * LOG2E), block=block,
+            slots=slots, parts=parts, softcap=softcap, has_sinks=bool(sinks),
+            native=not interpret,
         ),
         grid=lead,
-        in_specs=specs,
-        out_specs=[own(planes, ROWS, width // planes), own(ROWS), own(ROWS)],
-        out_shape=[
-            result((*lead, planes, ROWS, width // planes), jnp.float32, q),
-            result((*lead, ROWS), jnp.float32, q),
-            result((*lead, ROWS), jnp.float32, q),
-        ],
+        in_specs=specs + of_sinks * is_whole,
+        out_specs=[own(*shape) for shape, _ in written],
+        out_shape=[result((*lead, *shape), kind, q_BKgh) for shape, kind in written],
         compiler_params=triton_params(warps, stages),
         interpret=interpret,
-    )(*args)  # fmt: skip
-    return _merge(parts, top, total, sinks_Kg, group, dtype, interpret)
+    )(*args, *sinks * is_whole)  # fmt: skip
+    if is_whole:
+        return out[0][:, :, 0, :group]
+    return _merge(out, sinks, of_sinks, dtype, interpret)[:, :, :group]
 
 
-def _merge(parts, top, total, sinks, group: int, dtype, interpret: bool) -> jax.Array:
-    """The parts [B, K, N, P, ROWS, h / P] of a context as one [B, K, g, h]."""
-    batch, heads, num, planes, _, width = parts.shape
-    rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
+def _merge(parts, sinks, of_sinks, dtype, interpret: bool) -> jax.Array:
+    """The parts [B, K, N, g, h] of a context, their tops and sums, as one [B, K, g, h]."""
+    batch, heads, num, rows, width = parts[0].shape
     cut = min(width, WIDTH)
-    count = width // cut  # programs of a plane
-    of_plane = pl.BlockSpec(
-        (None, None, num, None, rows, cut),
-        lambda b, j, i: (b, j, 0, i // count, 0, i % count),
-    )
+    of_part = pl.BlockSpec((None, None, num, rows, cut), lambda b, j, i: (b, j, 0, 0, i))  # fmt: skip
     of_head = pl.BlockSpec((None, None, num, rows), lambda b, j, i: (b, j, 0, 0))
-    args, specs = [parts, top, total], [of_plane, of_head, of_head]
-    if sinks is not None:
-        args.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - group))))
-        specs.append(pl.BlockSpec((None, rows), lambda b, j, i: (j, 0)))
-    out = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_merge_body, chunk=min(num, PARTS)),
-        grid=(batch, heads, planes * count),
-        in_specs=specs,
-        out_specs=pl.BlockSpec(
-            (None, None, None, rows, cut),
-            lambda b, j, i: (b, j, i // count, 0, i % count),
-        ),
-        out_shape=result((batch, heads, planes, rows, width), dtype, parts),
+        grid=(batch, heads, width // cut),
+        in_specs=[of_part, of_head, of_head, *of_sinks],
+        out_specs=pl.BlockSpec((None, None, rows, cut), lambda b, j, i: (b, j, 0, i)),
+        out_shape=result((batch, heads, rows, width), dtype, parts[0]),
         compiler_params=triton_params(4, 1),
         interpret=interpret,
-    )(*args)
-    out = out[:, :, :, :group].transpose(0, 1, 3, 4, 2)  # planes are neighbours
-    return out.reshape(*out.shape[:3], -1)
+    )(*parts, *sinks)
 
 
 # --- from a model's arrays to a plan, or the reason why not -----------------------------------

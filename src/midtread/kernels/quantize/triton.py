@@ -40,7 +40,7 @@ BLOCK = 64  # both extents of x are multiples of this
 MAX_ROW = 2**15  # the longest row that `rows` takes, in bytes
 
 
-def _magnitude(x):
+def magnitude(x):
     """Returns the bits of |x| as an integer, which orders as |x| does."""
     kind = jnp.int16 if np.dtype(x.dtype).itemsize == 2 else jnp.int32
     bits = lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max
@@ -48,12 +48,12 @@ def _magnitude(x):
 
 
 def as_float(magnitude, dtype):
-    """Returns |x|, from the integer that `_magnitude` gives."""
+    """Returns |x|, from the integer that `magnitude` gives."""
     kind = jnp.int16 if np.dtype(dtype).itemsize == 2 else jnp.int32
     return lax.bitcast_convert_type(magnitude.astype(kind), dtype)
 
 
-def _scale(largest, dtype, fmt: Format):
+def scale_of(largest, dtype, fmt: Format):
     """Computes the scale of numerics/scales.py from the largest magnitude's bits, in float32."""
     absmax = as_float(largest, dtype).astype(jnp.float32)
     raw = absmax * np.float32(1 / fmt.bound)
@@ -63,17 +63,24 @@ def _scale(largest, dtype, fmt: Format):
     return jnp.where(raw < np.float32(tiny), jnp.float32(1), raw)
 
 
-def _codes(x, inverse, fmt: Format, native: bool, noise=None):
+def codes_of(x, inverse, fmt: Format, native: bool, noise=None):
+    """Returns the codes of x for scales of which `inverse` is the reciprocal."""
+    if fmt.codes is not None and noise is None:
+        return integers(x, inverse, fmt, native).astype(fmt.dtype)
     units = x.astype(jnp.float32) * inverse
     if noise is not None:
         return _codes_by_chance(units, fmt, noise)
-    if fmt.codes is not None:
-        low, high = fmt.codes
-        units = jnp.minimum(jnp.maximum(units, float(low)), float(high))
-        return _nearest(units, native).astype(fmt.dtype)
     largest = fmt.grid.largest
     kept = jnp.minimum(jnp.maximum(units, -largest), largest)
     return jnp.where(jnp.isnan(units), units, kept).astype(fmt.dtype)
+
+
+def integers(x, inverse, fmt: Format, native: bool):
+    """Returns the codes of an integer format as int32."""
+    low, high = fmt.codes
+    units = x.astype(jnp.float32) * inverse
+    units = jnp.minimum(jnp.maximum(units, float(low)), float(high))
+    return _nearest(units, native)
 
 
 def _codes_by_chance(units, fmt: Format, noise):
@@ -147,8 +154,8 @@ def _rows_body(x_ref, *refs, fmt, columns, native, by_chance):
             factor, mask=None if narrow else mask, other=None if narrow else other
         )
         x = _times(x, factor)
-    scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
-    codes = _codes(x, (1 / scale)[:, None], fmt, native, noise)
+    scale = scale_of(jnp.max(magnitude(x), axis=1), x.dtype, fmt)
+    codes = codes_of(x, (1 / scale)[:, None], fmt, native, noise)
     pltriton.store(codes_ref.at[:, :], codes, mask=mask)
     scale_ref[:] = scale.astype(scale_ref.dtype)
 
@@ -212,11 +219,11 @@ def _cast_body(x_ref, inverse_ref, *refs, fmt, copies, native, by_chance, num_ou
         noise = _noise((of_rows, of_columns))
     if given:
         x = _times(x, given[0][:, :])
-    codes = _codes(x, inverse_ref[:, :], fmt, native, noise)
+    codes = codes_of(x, inverse_ref[:, :], fmt, native, noise)
     for ref, copy in zip(written, copies):
         ref[:, :] = codes if copy == "plain" else codes.T
     if num_outputs > len(copies):
-        written[-1][0, 0] = jnp.max(jnp.max(_magnitude(x), axis=1))
+        written[-1][0, 0] = jnp.max(jnp.max(magnitude(x), axis=1))
 
 
 def _beside(part: tuple[int, int], shape, block) -> pl.BlockSpec:
@@ -303,10 +310,10 @@ def _tiles_body(x_ref, *refs, fmt, native):
     x = x_ref[:, :]
     if len(refs) == 4:  # transposed codes are asked for, too
         inverse_ref, *refs, turned_ref = refs
-        turned_ref[:, :] = _codes(x, inverse_ref[:, :], fmt, native).T
+        turned_ref[:, :] = codes_of(x, inverse_ref[:, :], fmt, native).T
     codes_ref, scale_ref = refs
-    scale = _scale(jnp.max(_magnitude(x), axis=1), x.dtype, fmt)
-    codes_ref[:, :] = _codes(x, (1 / scale)[:, None], fmt, native)
+    scale = scale_of(jnp.max(magnitude(x), axis=1), x.dtype, fmt)
+    codes_ref[:, :] = codes_of(x, (1 / scale)[:, None], fmt, native)
     scale_ref[0, :] = scale.astype(scale_ref.dtype)
 
 
