@@ -5,7 +5,9 @@
 
 Rows, in this order; none named: all.
     bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
-                                         packed, vocabulary 32,000, remat minimal
+                                         packed, vocabulary 32,000, remat minimal; quantized
+                                         ones keep their codes (minimal_with_quantization)
+    int8-minimal delayed-minimal         the same, codes made again for the backward
     bf16-none int8-none delayed-none     the same, nothing computed again
     cudnn blockwise                      the same in bf16 with that attention
     codes                                int8 with remat_policy=quantized
@@ -39,19 +41,23 @@ FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
 LONG = [*FOUR, "max_target_length=8192", "batch_size=2"]
 SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
 SMALL_STATES += ["weight_rounding=stochastic"]
-ALL = [*LLAMA, "batch_size=4", "quantization=te_fp8_delayedscaling", *SMALL_STATES]
+KEEP = ["remat_policy=minimal_with_quantization"]
+DELAYED = ["quantization=te_fp8_delayedscaling"]
+ALL = [*LLAMA, "batch_size=4", *DELAYED, *SMALL_STATES]
 INT8 = ["quantization=int8", "use_qwix_quantization=true"]
 FP8 = ["quantization=fp8_full", "use_qwix_quantization=true"]
 
 ROWS = {
     "bf16": FOUR,
-    "int8": [*FOUR, *INT8],
-    "delayed": [*FOUR, "quantization=te_fp8_delayedscaling"],
-    "fp8_full": [*FOUR, *FP8],
-    "current": [*FOUR, "quantization=te_fp8_currentscaling"],
+    "int8": [*FOUR, *INT8, *KEEP],
+    "delayed": [*FOUR, *DELAYED, *KEEP],
+    "fp8_full": [*FOUR, *FP8, *KEEP],
+    "current": [*FOUR, "quantization=te_fp8_currentscaling", *KEEP],
+    "int8-minimal": [*FOUR, *INT8],
+    "delayed-minimal": [*FOUR, *DELAYED],
     "bf16-none": [*FOUR, "remat_policy=none"],
     "int8-none": [*FOUR, *INT8, "remat_policy=none"],
-    "delayed-none": [*FOUR, "quantization=te_fp8_delayedscaling", "remat_policy=none"],
+    "delayed-none": [*FOUR, *DELAYED, "remat_policy=none"],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
     "unscanned": [*FOUR, "scan_layers=false"],
@@ -92,6 +98,9 @@ def train_row(config: Config, calls: int = 10) -> dict:
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net
+    why_stacked = step.why_stacked(m, t)
+    if why_stacked is None:
+        state = step.apart(state)
     how = step.Setup(m, t, parts.graph, config.seed)
     parts = parts._replace(learned=None, kept=None)
     batch = jax.device_put(packed_batch(config))
@@ -118,6 +127,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
         "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
         "of bf16 peak": share, "GiB": peak / 2**30, "compile s": compile_seconds,
         "loss": (first, float(metrics["loss"])), "attention": chosen,
+        "weights": why_stacked or "a slice for each layer",
     }  # fmt: skip
 
 

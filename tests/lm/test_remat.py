@@ -1,14 +1,17 @@
 """Remat: what each policy keeps of a layer, and that numbers do not depend on it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
-from midtread.lm import memory, settings
+from midtread.lm import build, data, memory, settings, step
 from midtread.lm import model as models
-from midtread.lm.config import Model, UsageError, section
+from midtread.lm.config import Model, Training, UsageError, section
 from tests.lm.curves import curve
 
 WIDE = ["tiny", "emb_dim=64", "mlp_dim=256", "head_dim=32", "batch_size=1"]
@@ -31,12 +34,63 @@ def test_codes_are_a_byte_an_element():
     outs = of_a_layer([*DELAYED, "remat_policy=minimal"])
     assert outs == of_a_layer(["remat_policy=minimal"])  # no float32 sums among them
     assert codes < 0.6 * outs
+    both = of_a_layer([*DELAYED, "remat_policy=minimal_with_quantization"])
+    assert both == outs + codes - 2 * 64
     anew = of_a_layer(["quantization=aqt_fp8", "remat_policy=quantized"])
     assert anew == 2 * 64  # AQT's backward quantizes anew: the stream alone is kept
 
 
+def traced(words, is_apart=False) -> jax.stages.Traced:
+    """A step of a small model with all its layers compiled one by one."""
+    config = settings.load([*WIDE, "dtype=float32", "scan_unroll=2", *words])
+    m, t = section(config, Model), section(config, Training)
+    state, parts = step.initial(build.for_training(config, models.create(m)), t)
+    batch = data.held_out(data.splits(config).train, config)[0]
+    setup = step.Setup(m, t, parts.graph, 0)
+    state = step.apart(state) if is_apart else state
+    return step.run.trace(setup, state, parts.random, batch)
+
+
+def results(jaxpr):
+    """The shape and dtype of every result, those of functions each time they are called."""
+    for eqn in jaxpr.eqns:
+        yield from ((eqn.primitive.name, v.aval) for v in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from results(inner)
+
+
 @pytest.mark.parametrize(
-    "policy", [pytest.param("minimal", marks=pytest.mark.slow), "quantized"]
+    "policy,times", [("minimal", 2), ("minimal_with_quantization", 1)]
+)
+def test_codes_that_are_kept_are_not_made_again(policy, times):
+    """The codes of one layer's two weights [64, 256], once or twice in a step."""
+    words = [*DELAYED, "num_decoder_layers=1", f"remat_policy={policy}"]
+    codes = [
+        aval
+        for name, aval in results(traced(words).jaxpr.jaxpr)
+        if name == "convert_element_type" and aval.dtype == jnp.float8_e4m3fn
+    ]
+    assert sum(x.shape == (64, 256) for x in codes) == 2 * times
+
+
+def test_layers_of_their_own_are_not_put_together():
+    """Where weights are slices, no program slices or concatenates what a layer has."""
+    shape = r"f32\[[12],(?:64,256|256,64|64,64)\]\S* (?:slice|concatenate)\("
+    words = ["num_decoder_layers=2", "remat_policy=minimal"]
+    stacked, apart = (
+        traced(words, x).lower().compile().as_text() for x in (False, True)
+    )
+    assert len(re.findall(shape, stacked)) > 10
+    assert not re.findall(shape, apart)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("minimal", marks=pytest.mark.slow),
+        pytest.param("minimal_with_quantization", marks=pytest.mark.slow),
+        "quantized",
+    ],
 )
 def test_numbers_do_not_depend_on_it(policy):
     words = [*DELAYED, "num_decoder_layers=1"]
@@ -47,8 +101,11 @@ def test_numbers_do_not_depend_on_it(policy):
 
 
 def test_nothing_quantized_keeps_no_codes():
-    with pytest.raises(UsageError, match="nothing is quantized"):
-        settings.load(["tiny", "remat_policy=quantized"])
+    for policy in ("quantized", "minimal_with_quantization"):
+        with pytest.raises(
+            UsageError, match=f"={policy} keeps .* nothing is quantized"
+        ):
+            settings.load(["tiny", f"remat_policy={policy}"])
 
 
 def test_unrolled_layers_are_scanned_ones():

@@ -1,5 +1,6 @@
 """Runs: they learn, they can be killed, and what they write is whole."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -298,14 +299,16 @@ def test_weights_know_their_axes():
 
 
 def test_moments_in_few_bits_go_on_bit_for_bit(tmp_path):
-    """A run in two parts, with 4-bit moments and weights rounded by chance."""
+    """A run in two parts, with 4-bit moments and weights rounded by chance, whose layers are
+    arrays of their own while it lasts."""
     words = ["run_name=a", "mlp_dim=256", "optimizer_states=int4", "steps=4"]
+    words += [*SMALL[:2], "max_new_tokens=4", "num_decoder_layers=2", "scan_unroll=2"]
     words += [
         "weight_dtype=bfloat16",
         "weight_rounding=stochastic",
         "checkpoint_period=2",
     ]
-    halves = config(tmp_path / "halves", *words)
+    halves = settings.load([*words, f"base_output_directory={tmp_path / 'halves'}"])
     whole = shutil.copytree(train(halves).folder, tmp_path / "whole")
     shutil.rmtree(tmp_path / "halves" / "a" / "checkpoints" / "4")
     again = train(halves).folder
@@ -316,6 +319,30 @@ def test_moments_in_few_bits_go_on_bit_for_bit(tmp_path):
     ]
     for a, b in zip(*map(jax.tree.leaves, kept), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_what_keeps_weights_stacked():
+    m, t = Model(num_decoder_layers=2, scan_unroll=2), Training()
+    assert step.why_stacked(m, t) is None
+    scanned = dataclasses.replace(m, scan_unroll=1)
+    assert "scan_unroll" in step.why_stacked(scanned, t)
+    other = dataclasses.replace(t, opt_type="adafactor")
+    assert "adafactor" in step.why_stacked(m, other)
+    state, _ = step.initial(model.create(m), t)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert step.why_stacked(m, t, room=3 * size, state=state) is None
+    assert "no room" in step.why_stacked(m, t, room=size, state=state)
+
+
+def test_the_norm_of_bfloat16_gradients_is_float32(key):
+    grads = {"w": jax.random.normal(key, (512, 64)).astype(jnp.bfloat16)}
+    want = np.linalg.norm(np.asarray(grads["w"], np.float64))
+    np.testing.assert_allclose(step.norm(grads), want, rtol=1e-5)
+    clipped, _ = step.clip(1.0).update(grads, optax.EmptyState())
+    theirs, _ = optax.clip_by_global_norm(1.0).update(
+        {"w": grads["w"].astype(jnp.float32)}, optax.EmptyState()
+    )
+    np.testing.assert_allclose(clipped["w"], theirs["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

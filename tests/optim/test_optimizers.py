@@ -10,7 +10,7 @@ import pytest
 
 import midtread as mt
 from midtread import optim
-from midtread.optim import moments, optimizers
+from midtread.optim import moments, optimizers, slices
 
 SHAPE = (32, 256)
 
@@ -155,6 +155,34 @@ def test_rounding_is_the_same_on_a_mesh(key):
     one, many = step(g, 2), step(jax.device_put(g, where), 2)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("states", ["int8", "int4"])
+def test_slices_of_a_stack_move_as_the_stack_does(states, key):
+    """Codes, scales and bfloat16 parameters, bit for bit."""
+    w = jax.random.normal(key, (3, 32, 256)).astype(jnp.bfloat16)
+    tx = optax.chain(optim.adamw(1e-2, states=states), optim.stochastic_rounding())
+
+    @jax.jit
+    def step(params, state):
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    state = tx.init({"w": w})
+    want, want_state = step({"w": w}, state)
+    cut = lambda m: {"w": slices.cut(m["w"])}
+    first = state[0][0]._replace(
+        first=cut(state[0][0].first), second=cut(state[0][0].second)
+    )
+    got, got_state = step({"w": slices.cut(w)}, ((first, *state[0][1:]), *state[1:]))
+    np.testing.assert_array_equal(slices.stack(got["w"]), want["w"])
+    moments_of = lambda s: (s[0][0].first["w"], s[0][0].second["w"])
+    for ours, theirs in zip(moments_of(got_state), moments_of(want_state)):
+        ours = slices.stack(ours)
+        np.testing.assert_array_equal(ours.qvalue, theirs.qvalue)
+        np.testing.assert_array_equal(ours.scale, theirs.scale)
 
 
 def test_what_cannot_be_is_refused():

@@ -67,10 +67,12 @@ class Timed(NamedTuple):
 def in_float(config: Config) -> Config:
     """The same without quantization."""
     plain = {k: f.default for k, f in keys(Quantization).items()}
-    sent = {"ring_fp8": "ring"}.get(config.expert_dispatch, config.expert_dispatch)
-    return dataclasses.replace(
-        config, **plain, fp8_weight_gather=False, expert_dispatch=sent
-    )
+    without = {"ring_fp8": "ring", "minimal_with_quantization": "minimal"}
+    without |= {"quantized": "minimal"}  # policies that keep codes
+    changed = {"expert_dispatch": config.expert_dispatch}
+    changed |= {"remat_policy": config.remat_policy}
+    changed = {name: without.get(value, value) for name, value in changed.items()}
+    return dataclasses.replace(config, **plain, fp8_weight_gather=False, **changed)
 
 
 def measure(config: Config, name: str) -> Timed:
@@ -84,6 +86,8 @@ def measure(config: Config, name: str) -> Timed:
     pruning = build.pruning(config, build.coverage(config))
     state, parts = step.initial(model, t, pruning, layout)
     setup = step.Setup(m, t, parts.graph, config.seed, pruning, layout)
+    if step.why_stacked(m, t, pruning, layout, room.bytes_here(), state) is None:
+        state = step.apart(state)
     started = time.perf_counter()
     compiled = step.run.lower(setup, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

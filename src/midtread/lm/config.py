@@ -202,10 +202,12 @@ class Model:
         "on a GPU all of up to 8, else 1",
         at_least=0,
     )
-    remat_policy: Literal["none", "full", "minimal", "quantized"] = key(
+    remat_policy: Literal[
+        "none", "full", "minimal", "minimal_with_quantization", "quantized"
+    ] = key(
         "none",
-        "recompute in the backward: nothing, all, all but the matmuls, or all but the codes "
-        "that they multiply",
+        "recompute in the backward: nothing, all, all but results of matmuls, all but these "
+        "and the codes that matmuls multiply, or all but the codes",
     )
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "computes in this")
     weight_dtype: Literal["float32", "bfloat16"] = key(
@@ -498,9 +500,10 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
         self._check_data()
         self._check_optimizer()
         require(
-            self.remat_policy != "quantized" or self.quant or self.quantization,
-            "remat_policy=quantized keeps the codes that matmuls multiply, and nothing is "
-            "quantized: write quantization=fp8_full or another, or remat_policy=minimal.",
+            "quant" not in self.remat_policy or self.quant or self.quantization,
+            f"remat_policy={self.remat_policy} keeps the codes that matmuls multiply, and "
+            "nothing is quantized: write quantization=fp8_full or another, or "
+            "remat_policy=minimal.",
         )
         require(
             not (self.quant and self.quantization),

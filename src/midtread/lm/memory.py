@@ -52,8 +52,17 @@ def model(config: Config, on: Mapping[str, int]) -> Bytes:
     parameters, moments = parameters_and_moments(config, weights)
     at_once = sum(w.arriving for w in weights)
     gathered = num_forwards(config) * sum(w.arriving * w.layers for w in weights)
-    kept = activations(config, on)
+    kept = activations(config, on) + codes_of_weights(config, weights)
     return Bytes(parameters, moments, parameters, kept, at_once, gathered)
+
+
+def codes_of_weights(config: Config, weights: list["Weight"]) -> int:
+    """Returns the bytes of the codes of weights that the forward keeps for the backward, at a
+    byte an element."""
+    keeps = config.remat_policy in ("none", "minimal_with_quantization")
+    if not keeps or not (config.quantization or config.quant):
+        return 0
+    return sum(w.here for w in weights if w.in_layers and w.is_matrix)
 
 
 def num_forwards(config: Config) -> int:
@@ -95,7 +104,10 @@ class Weight:
         self.cut = cut = meshes.spec(on, names, shape)
         self.here = meshes.shard_size(on, cut, shape)
         self.itemsize = jnp.dtype(var.dtype).itemsize
-        self.layers = shape[0] if names and names[0] == "layers" else 1
+        is_stacked = bool(names) and names[0] == "layers"
+        self.layers = shape[0] if is_stacked else 1
+        self.in_layers = "layers" in "/".join(map(str, path))
+        self.is_matrix = len(shape) - is_stacked > 1
         self.arriving = 0
         if "fsdp" in cut:
             wire = 1 if is_coded(config, path) else jnp.dtype(config.dtype).itemsize

@@ -48,13 +48,19 @@ from midtread.lm.moe import Moe
 from midtread.ops import training
 
 saved = jax.checkpoint_policies
+
+
+def _matmuls_and(*names: str):
+    """A policy that keeps results of matmuls, and what has one of these names."""
+    named = saved.save_only_these_names(training.OUT, training.SEEN, *names, *SAVED)
+    return saved.save_from_both_policies(saved.dots_with_no_batch_dims_saveable, named)
+
+
 POLICIES = {
     "full": None,
-    "minimal": saved.save_from_both_policies(
-        saved.dots_with_no_batch_dims_saveable,
-        saved.save_only_these_names(training.OUT, *SAVED),
-    ),
-    "quantized": saved.save_only_these_names(training.KEPT, *SAVED),
+    "minimal": _matmuls_and(),
+    "minimal_with_quantization": _matmuls_and(training.KEPT, training.WEIGHT),
+    "quantized": saved.save_only_these_names(training.KEPT, training.SEEN, *SAVED),
 }
 
 
@@ -200,6 +206,14 @@ def _unrolled(asked: int, layers: int) -> int:
         return min(asked, layers)
     is_gpu = environment.here().why_not("nvidia") is None
     return layers if is_gpu and layers <= FEW else 1
+
+
+def is_unrolled(m: Model) -> bool:
+    """Returns whether layers are stacked, and all of them compiled one by one."""
+    first = m.first_num_dense_layers if m.num_experts > 1 else 0
+    counts = [n for n in (first, m.num_decoder_layers - first) if n]
+    is_whole = all(_unrolled(m.scan_unroll, n) == n for n in counts)
+    return m.scan_layers and m.num_decoder_layers > 1 and is_whole
 
 
 class Decoder(nnx.Module):

@@ -11,6 +11,10 @@ larger. Each part's loss is divided by the tokens of the whole batch, so that gr
 have the size they would have in one piece, and a fixed range fits them as before.
 
 Randomness is a function of the seed and the step alone: nothing random is kept.
+
+Where all layers are compiled one by one, weights and moments that are stacked are kept as
+their slices while a run lasts (`apart`, optim/slices.py); checkpoints have them stacked
+(`together`).
 """
 
 import functools
@@ -25,8 +29,9 @@ from midtread import optim
 from midtread.lm.config import Model, Training
 from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
-from midtread.lm.model import Transformer
+from midtread.lm.model import Transformer, is_unrolled
 from midtread.numerics.sparsity import Sparsity
+from midtread.optim import slices
 from midtread.providers.delayed import (
     accumulate_gradients,
     is_overwritten,
@@ -150,10 +155,24 @@ def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
         )
     ]
     if t.gradient_clipping_threshold:
-        parts.insert(0, optax.clip_by_global_norm(t.gradient_clipping_threshold))
+        parts.insert(0, clip(t.gradient_clipping_threshold))
     if t.weight_rounding == "stochastic":
         parts.append(optim.stochastic_rounding(seed))
     return overwrite_with_gradient(optax.chain(*parts))
+
+
+def clip(threshold: float) -> optax.GradientTransformation:
+    """optax.clip_by_global_norm, in float32 whatever dtype gradients have: a norm that is
+    summed in bfloat16 is off by up to 1%."""
+
+    def update(grads, state, params=None):
+        del params
+        size = norm(grads)
+        wide = lambda g: g.astype(jnp.float32)
+        one = lambda g: jnp.where(size < threshold, wide(g), wide(g) / size * threshold)
+        return jax.tree.map(one, grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 # --- step -------------------------------------------------------------------------------------
@@ -208,6 +227,75 @@ def initial(
     start, opt = jnp.zeros((), jnp.int32), optimizer(t).init(parts.learned)
     state = State(start, parts.learned, parts.kept, opt, masks)
     return (layout.place(state, _names(state)) if layout else state), parts
+
+
+def why_stacked(
+    m: Model,
+    t: Training,
+    pruning: Pruning | None = None,
+    layout: Layout | None = None,
+    room: int | None = None,
+    state: State | None = None,
+) -> str | None:
+    """Returns why stacked weights are kept as stacks, or None if they are kept as slices.
+
+    Args:
+        room: the bytes of a device; None if it does not say.
+        state: what is to be kept there.
+    """
+    if not is_unrolled(m):
+        return "not all layers are compiled one by one (scan_unroll)"
+    if layout is not None:
+        return "a mesh cuts stacks"
+    if t.opt_type == "adafactor":
+        return "adafactor looks at all layers of a weight at once"
+    if pruning is not None:
+        return "masks of pruned weights are stacks"
+    needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state)) if state else 0
+    if room is not None and needed > room:
+        return "a checkpoint needs them stacked, and there is no room for both"
+    return None
+
+
+def apart(state: State) -> State:
+    """Returns the state with slices in the place of stacked weights and moments. It uses up
+    the stacks, one after the other."""
+
+    def one(var):
+        if not _is_stack(var):
+            return var
+        stacked = var.get_raw_value()
+        cut = jax.block_until_ready(slices.cut(stacked))
+        for array in jax.tree.leaves(stacked):
+            array.delete()
+        return var.replace(cut)
+
+    each = lambda tree: jax.tree.map(one, tree, is_leaf=_is_variable)
+    return state._replace(learned=each(state.learned), optimizer=each(state.optimizer))
+
+
+def together(tree: Any) -> Any:
+    """Returns a tree, a state or a part of it, with stacks in the place of slices."""
+
+    def one(var):
+        value = var.get_raw_value() if _is_variable(var) else None
+        return var.replace(slices.stack(value)) if _is_cut(value) else var
+
+    return jax.tree.map(one, tree, is_leaf=_is_variable)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, slices.Slices)
+
+
+def _is_stack(var: Any) -> bool:
+    names = _is_variable(var) and var.get_metadata().get("out_sharding")
+    has_arrays = bool(names) and bool(jax.tree.leaves(var))
+    return has_arrays and names[0] == "layers"
 
 
 def _names(state: State) -> list[tuple | None]:
@@ -285,7 +373,7 @@ def _gradients(setup, random, key, learned, total, kept, batch):
         noise = with_noise(random, jax.random.fold_in(key, batch["number"]))
         # New variables, which belong to this trace.
         here = jax.tree.map(lambda x: x, kept)
-        model = Parts(setup.graph, learned, here, noise).whole()
+        model = Parts(setup.graph, together(learned), here, noise).whole()
         loss, lm_loss = loss_sums(
             setup.m, setup.t.z_loss_multiplier, model, batch, total
         )
@@ -310,9 +398,10 @@ def _in_parts(setup, gradients, zeros, kept, batch):
 
 
 def norm(grads: Any) -> jax.Array:
-    """Returns the norm of the gradients of weights."""
+    """Returns the norm of the gradients of weights, in float32."""
     flat, _ = jax.tree_util.tree_flatten_with_path(grads)
-    return optax.tree.norm([g for path, g in flat if not is_overwritten(path)])
+    weights = [g for path, g in flat if not is_overwritten(path)]
+    return optax.tree.norm([g.astype(jnp.float32) for g in weights])
 
 
 def make_eval(parts: Parts, layout: Layout | None = None):
@@ -324,7 +413,7 @@ def make_eval(parts: Parts, layout: Layout | None = None):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(graph, layout, random, learned, kept, batch):
     noise = with_noise(random, jax.random.key(0))
-    model = Parts(graph, learned, kept, noise).whole()
+    model = Parts(graph, together(learned), kept, noise).whole()
     mask = batch["mask"].astype(jnp.float32)
     goal = Goal(batch["targets"], mask, 1.0)
     where = (batch["inputs"], batch["positions"], batch["segments"])

@@ -277,6 +277,8 @@ class Loop:
         m, t = section(config, Model), section(config, Training)
         self.state, parts = step.initial(model, t, pruning, layout)
         self.step = step.make_step(m, t, parts, config.seed, pruning, layout)
+        about = (m, t, pruning, layout, room.bytes_here(), self.state)
+        is_apart = step.why_stacked(*about) is None
         self.evaluate = step.make_eval(parts, layout)
         self.judged_by = [
             self._placed(batch) for batch in data.held_out(splits.held_out, config)
@@ -291,6 +293,8 @@ class Loop:
                 folder / "checkpoints", config, terminal.say
             )
             self._resume()
+        if is_apart:
+            self.state = step.apart(self.state)
         first = int(self.state.step)
         self.metrics = Metrics(folder, first, config.enable_tensorboard)
 
@@ -358,10 +362,10 @@ class Loop:
             "seconds": self.seconds,
             "reached": self.reached,
         }
-        self.checkpoints.save(self.state, meta)
+        self.checkpoints.save(step.together(self.state), meta)
 
     def weights(self) -> nnx.State:
-        learned = step.prune(self.state.learned, self.state.masks)
+        learned = step.prune(step.together(self.state.learned), self.state.masks)
         return nnx.filter_state(learned, nnx.Param)
 
     def close(self) -> None:

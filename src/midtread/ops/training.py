@@ -6,10 +6,12 @@ Forward, both operands are quantized and contracted. Backward, dlhs and drhs are
 contractions again: of g with what was kept of the other operand. `Recipe` says in which
 formats, and what is kept.
 
-For remat policies (jax.checkpoint_policies) two things have names. OUT is the result, which
+For remat policies (jax.checkpoint_policies) four things have names. OUT is the result, which
 policies for dots would miss where a kernel computes it, and keep in float32 where XLA does.
 KEPT is what the backward keeps of the left operand (as a rule an activation) if that is
-codes: they take a byte an element, and need not be quantized again.
+codes: they take a byte an element, and need not be quantized again. WEIGHT is the same of
+the right operand. SEEN is what delayed scaling notes of an operand (providers/delayed.py), a
+few kilobytes that take a read of the whole operand to find again.
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ from midtread.ops.engine import (
 )
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
 
-OUT, KEPT = "quantized_out", "quantized_lhs"
+OUT, KEPT, WEIGHT = "quantized_out", "quantized_lhs", "quantized_rhs"
+SEEN = "amax_seen"
 
 
 class Ranges(NamedTuple):
@@ -140,8 +143,9 @@ def _forward(static, c, lhs, rhs, ranges, key, learns=True):
                 env=static.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
-            if learns and name == "lhs" and isinstance(again, QArray):
-                again = again.map(lambda part: checkpoint_name(part, KEPT))
+            if learns and isinstance(again, QArray):
+                label = KEPT if name == "lhs" else WEIGHT
+                again = again.map(lambda part, to=label: checkpoint_name(part, to))
         operands.append(used)
         dtype = x.dtype if is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))

@@ -6,6 +6,7 @@
 
     optimizers.py   the functions above
     moments.py      how a moment is kept in few bits
+    slices.py       a stack of weights as arrays of their own, each updated in one pass
 
 A moment is a QArray (`optim/moments.py`), so it shards, prints and is kept in checkpoints as
 any other array. AdamW takes 8 bytes a parameter in float32, 2.03 here, 1.55 with 4-bit first

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from midtread.numerics import dtypes, rounding
 from midtread.numerics.qarray import QArray
 from midtread.optim import moments
+from midtread.optim.slices import origin_of, without_slices
 
 is_kept = lambda x: isinstance(x, QArray)
 
@@ -32,13 +33,15 @@ class Moments(NamedTuple):
 
 
 def _name(path: tuple) -> str:
+    path = without_slices(path)
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _random(seed: int, count: jax.Array, path: tuple, shape: tuple) -> jax.Array:
     """Returns 32 random bits for every element of a parameter, in this step."""
     key = jax.random.fold_in(jax.random.key(seed), count)
-    state = rounding.hashed(rounding.seed(key, (_name(path),)), shape)
+    origin = origin_of(path, len(shape))
+    state = rounding.hashed(rounding.seed(key, (_name(path),)), shape, origin)
     return jnp.broadcast_to(state, shape)
 
 

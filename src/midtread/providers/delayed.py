@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from midtread.model import flaxlib, intercept
 from midtread.model.quantize import abstract_call
@@ -50,7 +51,7 @@ from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.api import Ops
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe, per_tensor
-from midtread.ops.training import Ranges, largest, train
+from midtread.ops.training import SEEN, Ranges, largest, train
 from midtread.providers.qt import QtProvider
 
 COLLECTION = "_overwrite_with_gradient"
@@ -191,6 +192,7 @@ class DelayedFp8Provider(QtProvider):
             ranges["g"] = {"absmax": window.reshape((1,) * len(c.out))}
         else:
             after["g"] = state["g"]
+        after = jax.tree.map(lambda x: checkpoint_name(x, SEEN), after)
         out = train(c, recipe, lhs, rhs, Ranges(**ranges))
         return _record(out, {k: state[k] for k in after}, after)
 
