@@ -29,10 +29,12 @@ such as the heads of an attention's values, whose errors reach the loss by other
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.algorithms import clip
 from midtread.algorithms.weight import (
@@ -124,9 +126,25 @@ def solve(
     Raises:
         ValueError: H does not fit, or is not finite.
     """
-    H = _checked(H, w, axes)
-    target = w if target is None else target
-    return _solve(w, target, H, spec, axes, options)
+    targets = None if target is None else [target]
+    (solved,) = solve_together([w], spec, H, axes, options, targets)
+    return solved
+
+
+def solve_together(
+    ws: Sequence[jax.Array],
+    spec: Spec,
+    H: jax.Array,
+    axes: Axes = MATRIX,
+    options: GptqOptions = DEFAULT,
+    targets: Sequence[jax.Array] | None = None,
+) -> list[Solved]:
+    """`solve` of weights that have their inputs in common, query and key say: columns know
+    nothing of each other, so they are worked off side by side."""
+    for w in ws:
+        H = _checked(H, w, axes)
+    targets = ws if targets is None else targets
+    return _solve(tuple(ws), tuple(targets), H, spec, axes, options)
 
 
 def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
@@ -145,38 +163,57 @@ def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
     return H
 
 
+class _Start(NamedTuple):
+    """One weight before it is solved."""
+
+    padded: tuple[int, ...]
+    W: jax.Array  # [E, G, K, n]
+    nearest: Scales  # of the Spec's own calibration
+    scales: Scales
+    grid: Grid  # the scales, one for every element of W
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "axes", "options"))
-def _solve(w, target, H, spec: Spec, axes: Axes, options: GptqOptions) -> Solved:
-    padded, _ = spec.layout(w.shape)
-    E, K, _ = axes.extents(padded)
+def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
+    shape = spec.layout(ws[0].shape)[0]
+    E, K, _ = axes.extents(shape)
     G = H.shape[1]
-    real = axes.extents(w.shape)[1]
-    if K != real:
-        H = _pad_inputs(H, w.shape, padded, axes)
+    if K != axes.extents(ws[0].shape)[1]:
+        H = _pad_inputs(H, ws[0].shape, shape, axes)
     # An input that is always 0: its row costs nothing, and may become anything.
     diagonal = jnp.diagonal(H, axis1=-2, axis2=-1)
     H = jnp.where(jnp.eye(K, dtype=bool) & (diagonal == 0)[..., None], 1.0, H)
     mean = jnp.mean(diagonal, axis=-1)[..., None, None]
     damped = H + jnp.eye(K) * options.damping * jnp.where(mean > 0, mean, 1.0)
-
     weights = jnp.mean(diagonal, axis=1) + options.damping * mean[..., 0].mean(1)
-    weights = over_inputs(weights, axes, padded)
-    nearest = scales_of(calibrate(w, spec), spec)
-    nearest = nearest._replace(scale=nearest.scale.astype(w.dtype))
-    scales = nearest
-    if options.scales == "searched":
-        cut = views.crop_to(jnp.broadcast_to(weights, padded), w.shape)
-        scales = clip.search(target, spec, cut)
 
     parts = lambda m: m.reshape(E, K, G, -1).transpose(0, 2, 1, 3)  # [E, G, K, n]
     joined = lambda m: m.transpose(0, 2, 1, 3).reshape(E, K, -1)
-    lay = lambda x: parts(as_matrices(views.pad_to(x, padded), axes))
-    W = lay(target.astype(jnp.float32))
-    grid = jax.tree.map(parts, spread(scales, spec, axes, padded))
+    lay = lambda x, padded: parts(as_matrices(views.pad_to(x, padded), axes))
+    lay_scales = lambda scales, padded: jax.tree.map(
+        parts, spread(scales, spec, axes, padded)
+    )
+
+    def start(w, target) -> _Start:
+        padded, _ = spec.layout(w.shape)
+        nearest = scales_of(calibrate(w, spec), spec)
+        nearest = nearest._replace(scale=nearest.scale.astype(w.dtype))
+        scales = nearest
+        if options.scales == "searched":
+            over = jnp.broadcast_to(over_inputs(weights, axes, padded), padded)
+            scales = clip.search(target, spec, views.crop_to(over, w.shape))
+        W = lay(target.astype(jnp.float32), padded)
+        return _Start(padded, W, nearest, scales, lay_scales(scales, padded))
+
+    starts = [start(w, target) for w, target in zip(ws, targets)]
+    beside = lambda *arrays: jnp.concatenate(arrays, axis=-1)
+    W = beside(*(s.W for s in starts))
+    grid = jax.tree.map(beside, *(s.grid for s in starts))
     each = _over_stacks(E * G)
     Q = each(functools.partial(_feed_back, options=options))(W, damped, grid)
-    tile = _tile(spec, axes, padded)
-    if tile and options.rounds:
+    tile = _tile(spec, axes, shape)
+    is_refit = bool(tile and options.rounds)
+    if is_refit:
         free = spec.format.scale is None and spec.scale_rule is None
         refit = functools.partial(
             _descend,
@@ -185,21 +222,27 @@ def _solve(w, target, H, spec: Spec, axes: Axes, options: GptqOptions) -> Solved
             is_free=free and spec.method != "fixed",
         )
         Q, grid = each(refit)(W, Q, damped, grid)
-        scales = _gathered(joined(grid.scale), scales, spec, axes, padded, w.dtype)
-        grid = jax.tree.map(parts, spread(scales, spec, axes, padded))
-    codes = encode(
-        as_weight(joined(grid.nearest(Q)), axes, padded), spec, scales, w.shape
-    )
-    plain = encode(views.pad_to(target, padded), spec, nearest, w.shape)
 
-    size = lambda M: jnp.sum(M * _matmul(H, M))
-    whole = size(W)
-    cost = lambda q: size(lay(dequantize(q).astype(jnp.float32)) - W) / whole
-    costs = cost(codes), cost(plain)
-    best = jax.tree.map(
-        lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
-    )
-    return Solved(best, jnp.minimum(*costs), costs[1])
+    def finish(w, target, start: _Start, Q, scale) -> Solved:
+        padded, scales, grid = start.padded, start.scales, start.grid
+        if is_refit:
+            scales = _gathered(joined(scale), scales, spec, axes, padded, w.dtype)
+            grid = lay_scales(scales, padded)
+        values = as_weight(joined(grid.nearest(Q)), axes, padded)
+        codes = encode(values, spec, scales, w.shape)
+        plain = encode(views.pad_to(target, padded), spec, start.nearest, w.shape)
+        size = lambda M: jnp.sum(M * _matmul(H, M))
+        whole = size(start.W)
+        value = lambda q: lay(dequantize(q).astype(jnp.float32), padded)
+        costs = [size(value(q) - start.W) / whole for q in (codes, plain)]
+        best = jax.tree.map(
+            lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
+        )
+        return Solved(best, jnp.minimum(*costs), costs[1])
+
+    ends = np.cumsum([s.W.shape[-1] for s in starts])[:-1].tolist()
+    cut = lambda x: jnp.split(x, ends, axis=-1)
+    return [finish(*one) for one in zip(ws, targets, starts, cut(Q), cut(grid.scale))]
 
 
 def _over_stacks(size: int):
