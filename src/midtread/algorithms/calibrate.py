@@ -333,6 +333,7 @@ class _Work:
             self.ways = {n: way for n, way in ways.items() if way is not None}
         self._operands: dict[tuple[int, bool], jax.Array] = {}  # of one stage
         self._stats: dict[Any, dict[str, jax.Array]] = {}  # of one stage
+        self._ahead: dict[int, gptq.Solved] = {}  # solved with a mate: of one stage
 
     @property
     def needs_moments(self) -> bool:
@@ -393,6 +394,7 @@ class _Work:
         for stage in stages(self.program)[: last + 1]:
             self._operands.clear()
             self._stats.clear()
+            self._ahead.clear()
             for env in envs:
                 self._advance(stage, shared, env, solved)
             for env in floats:
@@ -497,7 +499,7 @@ class _Work:
         note = ""
         if stats is not None:
             stats, note = self._enough(site, stats)
-        q, cost, rounded = self._solve(site, w, spec, stats)
+        q, cost, rounded = self._solve(number, w, spec, stats)
         tokens = 0 if stats is None else int(stats["count"].sum())
         text = format_text(spec.format, tuple(t for _, t in spec.tiled_axes))
         shift = self._bias_shift(number, q, w, stats)
@@ -524,11 +526,27 @@ class _Work:
             value = self.biases.get(path, self.floats[path])
             self.biases[path] = value.at[layer].add(shift.astype(value.dtype))
 
-    def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
+    def _inputs_of(self, number: int) -> tuple[Any, Any, Any]:
+        """(input, sizes of groups, layout): sites of the same have the same moments."""
         site, mark = self.program.sites[number], self.program.marks[number]
         x = self.program.eqns[mark["input"]].invars[0]
         sizes = self.program.eqns[mark["sizes"]].outvars[0] if "sizes" in mark else None
-        key = (x, sizes, number if self.weights else collect.layout(site))
+        return x, sizes, number if self.weights else collect.layout(site)
+
+    def _mates(self, number: int) -> list[int]:
+        """Weights to solve for at once, in one loop over the inputs that they share."""
+        if number in self.ways or {"smooth", "awq"} & set(self.before):
+            return [number]
+        kind = lambda n: (
+            self._inputs_of(n), self.boxes[self.chosen[n].path].how, self.chosen[n].axes
+        )  # fmt: skip
+        others = [n for n in self.chosen if n not in self.ways]
+        return [n for n in others if self.chosen[n].stage == self.chosen[number].stage and kind(n) == kind(number)]  # fmt: skip
+
+    def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
+        site = self.program.sites[number]
+        key = self._inputs_of(number)
+        x, sizes, _ = key
         if key in self._stats:  # query, key and value share their inputs
             return self._stats[key]
         total = None
@@ -587,14 +605,29 @@ class _Work:
         )
         return {**stats, "H": H}, note
 
-    def _solve(self, site: Site, w, spec: Spec, stats) -> tuple[QArray, float, float]:
-        axes, options = site.axes, self.options
-        goal = w
-        if "correct" in self.before:
-            damping = options.gptq.damping
-            goal = correct.target(
-                w, stats["H"], stats["C"], axes, damping, options.correction
-            )
+    def _goal(self, w, axes, stats) -> jax.Array:
+        """What the codes are to stand for."""
+        if "correct" not in self.before:
+            return w
+        damping, strength = self.options.gptq.damping, self.options.correction
+        return correct.target(w, stats["H"], stats["C"], axes, damping, strength)
+
+    def _solve_ahead(self, number: int, spec: Spec, stats) -> None:
+        """GPTQ of a weight and its mates."""
+        mates, axes = self._mates(number), self.chosen[number].axes
+        ws = [self._float(self.chosen[n]) for n in mates]
+        goals = [self._goal(w, axes, stats) for w in ws]
+        solved = gptq.solve_together(goals, spec, stats["H"], axes, self.options.gptq)
+        self._ahead |= dict(zip(mates, solved))
+
+    def _solve(self, number: int, w, spec: Spec, stats) -> tuple[QArray, float, float]:
+        axes, options = self.chosen[number].axes, self.options
+        if self.rounding == "gptq" and not {"smooth", "awq"} & set(self.before):
+            if number not in self._ahead:
+                self._solve_ahead(number, spec, stats)
+            q, cost, rounded = self._ahead.pop(number)
+            return q, float(cost), float(rounded)
+        goal = self._goal(w, axes, stats)
         factors = None
         if "smooth" in self.before:
             factors = smooth.smooth(w, stats["largest"], axes, options.alpha)

@@ -29,10 +29,12 @@ such as the heads of an attention's values, whose errors reach the loss by other
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.algorithms import clip
 from midtread.algorithms.weight import (
@@ -46,7 +48,7 @@ from midtread.algorithms.weight import (
     spread,
 )
 from midtread.numerics import views
-from midtread.numerics.qarray import QArray, calibrate, scales_of
+from midtread.numerics.qarray import QArray, calibrate, dequantize, scales_of
 from midtread.numerics.scales import Scales
 from midtread.numerics.spec import Spec
 
@@ -67,7 +69,7 @@ class GptqOptions:
     order: str = "activation"
     scales: str = "searched"
     rounds: int = 2
-    block: int = 128
+    block: int = 64
 
     def __post_init__(self):
         for name, known in (
@@ -124,9 +126,25 @@ def solve(
     Raises:
         ValueError: H does not fit, or is not finite.
     """
-    H = _checked(H, w, axes)
-    target = w if target is None else target
-    return _solve(w, target, H, spec, axes, options)
+    targets = None if target is None else [target]
+    (solved,) = solve_together([w], spec, H, axes, options, targets)
+    return solved
+
+
+def solve_together(
+    ws: Sequence[jax.Array],
+    spec: Spec,
+    H: jax.Array,
+    axes: Axes = MATRIX,
+    options: GptqOptions = DEFAULT,
+    targets: Sequence[jax.Array] | None = None,
+) -> list[Solved]:
+    """`solve` of weights that have their inputs in common, query and key say: columns know
+    nothing of each other, so they are worked off side by side."""
+    for w in ws:
+        H = _checked(H, w, axes)
+    targets = ws if targets is None else targets
+    return _solve(tuple(ws), tuple(targets), H, spec, axes, options)
 
 
 def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
@@ -145,38 +163,57 @@ def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
     return H
 
 
+class _Start(NamedTuple):
+    """One weight before it is solved."""
+
+    padded: tuple[int, ...]
+    W: jax.Array  # [E, G, K, n]
+    nearest: Scales  # of the Spec's own calibration
+    scales: Scales
+    grid: Grid  # the scales, one for every element of W
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "axes", "options"))
-def _solve(w, target, H, spec: Spec, axes: Axes, options: GptqOptions) -> Solved:
-    padded, _ = spec.layout(w.shape)
-    E, K, _ = axes.extents(padded)
+def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
+    shape = spec.layout(ws[0].shape)[0]
+    E, K, _ = axes.extents(shape)
     G = H.shape[1]
-    real = axes.extents(w.shape)[1]
-    if K != real:
-        H = _pad_inputs(H, w.shape, padded, axes)
+    if K != axes.extents(ws[0].shape)[1]:
+        H = _pad_inputs(H, ws[0].shape, shape, axes)
     # An input that is always 0: its row costs nothing, and may become anything.
     diagonal = jnp.diagonal(H, axis1=-2, axis2=-1)
     H = jnp.where(jnp.eye(K, dtype=bool) & (diagonal == 0)[..., None], 1.0, H)
     mean = jnp.mean(diagonal, axis=-1)[..., None, None]
     damped = H + jnp.eye(K) * options.damping * jnp.where(mean > 0, mean, 1.0)
-
     weights = jnp.mean(diagonal, axis=1) + options.damping * mean[..., 0].mean(1)
-    weights = over_inputs(weights, axes, padded)
-    nearest = scales_of(calibrate(w, spec), spec)
-    nearest = nearest._replace(scale=nearest.scale.astype(w.dtype))
-    scales = nearest
-    if options.scales == "searched":
-        cut = views.crop_to(jnp.broadcast_to(weights, padded), w.shape)
-        scales = clip.search(target, spec, cut)
 
     parts = lambda m: m.reshape(E, K, G, -1).transpose(0, 2, 1, 3)  # [E, G, K, n]
-    whole = lambda m: m.transpose(0, 2, 1, 3).reshape(E, K, -1)
-    lay = lambda x: parts(as_matrices(views.pad_to(x, padded), axes))
-    W = lay(target.astype(jnp.float32))
-    grid = jax.tree.map(parts, spread(scales, spec, axes, padded))
-    each = lambda f: jax.vmap(jax.vmap(f))
+    joined = lambda m: m.transpose(0, 2, 1, 3).reshape(E, K, -1)
+    lay = lambda x, padded: parts(as_matrices(views.pad_to(x, padded), axes))
+    lay_scales = lambda scales, padded: jax.tree.map(
+        parts, spread(scales, spec, axes, padded)
+    )
+
+    def start(w, target) -> _Start:
+        padded, _ = spec.layout(w.shape)
+        nearest = scales_of(calibrate(w, spec), spec)
+        nearest = nearest._replace(scale=nearest.scale.astype(w.dtype))
+        scales = nearest
+        if options.scales == "searched":
+            over = jnp.broadcast_to(over_inputs(weights, axes, padded), padded)
+            scales = clip.search(target, spec, views.crop_to(over, w.shape))
+        W = lay(target.astype(jnp.float32), padded)
+        return _Start(padded, W, nearest, scales, lay_scales(scales, padded))
+
+    starts = [start(w, target) for w, target in zip(ws, targets)]
+    beside = lambda *arrays: jnp.concatenate(arrays, axis=-1)
+    W = beside(*(s.W for s in starts))
+    grid = jax.tree.map(beside, *(s.grid for s in starts))
+    each = _over_stacks(E * G)
     Q = each(functools.partial(_feed_back, options=options))(W, damped, grid)
-    tile = _tile(spec, axes, padded)
-    if tile and options.rounds:
+    tile = _tile(spec, axes, shape)
+    is_refit = bool(tile and options.rounds)
+    if is_refit:
         free = spec.format.scale is None and spec.scale_rule is None
         refit = functools.partial(
             _descend,
@@ -185,24 +222,43 @@ def _solve(w, target, H, spec: Spec, axes: Axes, options: GptqOptions) -> Solved
             is_free=free and spec.method != "fixed",
         )
         Q, grid = each(refit)(W, Q, damped, grid)
-        scales = _gathered(whole(grid.scale), scales, spec, axes, padded, w.dtype)
-        grid = jax.tree.map(parts, spread(scales, spec, axes, padded))
-    codes = encode(
-        as_weight(whole(grid.nearest(Q)), axes, padded), spec, scales, w.shape
-    )
-    plain = encode(views.pad_to(target, padded), spec, nearest, w.shape)
 
-    def cost(q: QArray) -> jax.Array:
-        from midtread.numerics.qarray import dequantize
+    def finish(w, target, start: _Start, Q, scale) -> Solved:
+        padded, scales, grid = start.padded, start.scales, start.grid
+        if is_refit:
+            scales = _gathered(joined(scale), scales, spec, axes, padded, w.dtype)
+            grid = lay_scales(scales, padded)
+        values = as_weight(joined(grid.nearest(Q)), axes, padded)
+        codes = encode(values, spec, scales, w.shape)
+        plain = encode(views.pad_to(target, padded), spec, start.nearest, w.shape)
+        size = lambda M: jnp.sum(M * _matmul(H, M))
+        whole = size(start.W)
+        value = lambda q: lay(dequantize(q).astype(jnp.float32), padded)
+        costs = [size(value(q) - start.W) / whole for q in (codes, plain)]
+        best = jax.tree.map(
+            lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
+        )
+        return Solved(best, jnp.minimum(*costs), costs[1])
 
-        error = lay(dequantize(q).astype(jnp.float32)) - W
-        return jnp.sum(error * (H @ error)) / jnp.sum(W * (H @ W))
+    ends = np.cumsum([s.W.shape[-1] for s in starts])[:-1].tolist()
+    cut = lambda x: jnp.split(x, ends, axis=-1)
+    return [finish(*one) for one in zip(ws, targets, starts, cut(Q), cut(grid.scale))]
 
-    costs = cost(codes), cost(plain)
-    best = jax.tree.map(
-        lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
-    )
-    return Solved(best, jnp.minimum(*costs), costs[1])
+
+def _over_stacks(size: int):
+    """f of matrices as one of stacks [E, G, ...]; of one matrix alone it is not batched,
+    which a CPU's matmuls are slower for."""
+    if size > 1:
+        return lambda f: jax.vmap(jax.vmap(f))
+
+    def alone(f):
+        def run(*stacks):
+            parts = jax.tree.map(lambda x: x[0, 0], stacks)
+            return jax.tree.map(lambda x: x[None, None], f(*parts))
+
+        return run
+
+    return alone
 
 
 def _pad_inputs(H, shape, padded, axes: Axes):
@@ -250,7 +306,77 @@ def _blocks(K: int, block: int) -> tuple[int, int]:
 
 
 # Unlike x.at[i].set(row), which is a scatter, this is written in place.
-_put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+_paste = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+# Rows of a block that are written out: on a GPU a loop of single rows is all launches, and
+# between written-out rows only numbers pass; on a CPU it takes longer to compile, for nothing.
+UNROLLED = {"gpu": 8}
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """In float32: errors of a lesser precision would be fed back as well."""
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _rows_in_turn(start, own, grid: Grid, finish):
+    """Rounds the rows of a block one after another, each moved by those before it.
+
+        row_i = start_i - sum over j < i of own_ij done_j     done_i = finish(i, row, value)
+
+    What came before the rows that are written out together reaches them by a matmul.
+
+    Args:
+        start: [block, n], where rows stand when those of the block have done nothing.
+        own: [block, block], below the diagonal.
+
+    Returns:
+        (values, done), [block, n] both.
+    """
+    size = math.gcd(len(start), UNROLLED.get(jax.default_backend(), 1))
+
+    def few(turn, state):
+        values, done = state
+        at = turn * size
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size)
+        mine = cut(own)
+        rows = cut(start) - _matmul(mine, done)
+        near = jax.lax.dynamic_slice_in_dim(mine, at, size, axis=1)
+        here = jax.tree.map(cut, grid)
+        new: list[jax.Array] = []
+        listed = []
+        for i in range(size):
+            row = rows[i]
+            for j, other in enumerate(new):
+                row = row - near[i, j] * other
+            value = jax.tree.map(lambda part, i=i: part[i], here).nearest(row)
+            listed.append(value)
+            new.append(finish(at + i, row, value))
+        return _paste(values, jnp.stack(listed), at), _paste(done, jnp.stack(new), at)
+
+    zeros = jnp.zeros_like(start)
+    return jax.lax.fori_loop(0, len(start) // size, few, (zeros, zeros))
+
+
+def _padded(K: int, block: int, *arrays):
+    """(blocks, rows of each, arrays with as many rows as those have)."""
+    count, block = _blocks(K, block)
+    extra = ((0, count * block - K), (0, 0))
+    return count, block, [jnp.pad(x, extra) for x in arrays]
+
+
+def _square(M: jax.Array, rows: int) -> jax.Array:
+    """M with rows of the identity below it, and columns of zeros beside it."""
+    K = len(M)
+    return jnp.pad(M, (0, rows - K)) + jnp.diag((jnp.arange(rows) >= K).astype(M.dtype))
+
+
+def _rows_of(grid: Grid, rows: int, order: jax.Array | None = None) -> Grid:
+    """The grid's rows in that order, and as many more as are missing, of scale 1."""
+    extra = ((0, rows - len(grid.scale)), (0, 0))
+    put = lambda x, fill: jnp.pad(
+        x if order is None else x[order], extra, constant_values=fill
+    )
+    zero = None if grid.zero_point is None else put(grid.zero_point, 0)
+    return dataclasses.replace(grid, scale=put(grid.scale, 1), zero_point=zero)
 
 
 def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
@@ -260,42 +386,24 @@ def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
     if options.order == "activation":
         order = jnp.argsort(-jnp.diagonal(H), stable=True)
     U = _inverse_factor(H[order][:, order])
-    count, block = _blocks(K, options.block)
-    extra = count * block - K
-    rows = lambda x, fill: jnp.pad(x[order], ((0, extra), (0, 0)), constant_values=fill)
-    W, scale = rows(W, 0), rows(grid.scale, 1)
-    zero = None if grid.zero_point is None else rows(grid.zero_point, 0)
-    U = (
-        jnp.pad(U, (0, extra))
-        .at[jnp.arange(K, K + extra), jnp.arange(K, K + extra)]
-        .set(1)
-    )
-    behind = jnp.arange(K + extra)
+    count, block, (W,) = _padded(K, options.block, W[order])
+    down = _square(U, len(W)).T
+    diagonal = jnp.diagonal(down)
+    grid = _rows_of(grid, len(W), order)
 
     def work_off(b, state):
-        W, Q = state
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, b * block, block)
-        own = jax.lax.dynamic_slice(U, (b * block, b * block), (block, block))
-        here = Grid(grid.format, cut(scale), None if zero is None else cut(zero))
+        Q, errors = state
+        at = b * block
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, block)
+        mine = cut(down)
+        own = jnp.tril(jax.lax.dynamic_slice_in_dim(mine, at, block, axis=1), -1)
+        start = cut(W) - _matmul(mine, errors)
+        finish = lambda i, row, value: (row - value) / diagonal[at + i]
+        values, new = _rows_in_turn(start, own, jax.tree.map(cut, grid), finish)
+        return _paste(Q, values, at), _paste(errors, new, at)
 
-        def round_row(i, state):
-            rows, done, errors = state
-            row = jax.tree.map(lambda part: part[i], here)
-            value = row.nearest(rows[i])
-            error = (rows[i] - value) / own[i, i]
-            later = jnp.where(jnp.arange(block) > i, own[i], 0.0)
-            rows = rows - later[:, None] * error
-            return rows, _put(done, value, i), _put(errors, error, i)
-
-        start = cut(W)
-        _, done, errors = jax.lax.fori_loop(
-            0, block, round_row, (start, jnp.zeros_like(start), jnp.zeros_like(start))
-        )
-        after = jnp.where(behind >= (b + 1) * block, cut(U), 0.0)
-        W = W - after.T @ errors
-        return W, jax.lax.dynamic_update_slice_in_dim(Q, done, b * block, 0)
-
-    _, Q = jax.lax.fori_loop(0, count, work_off, (W, jnp.zeros_like(W)))
+    zeros = jnp.zeros_like(W)
+    Q, _ = jax.lax.fori_loop(0, count, work_off, (zeros, zeros))
     return jnp.zeros((K, n)).at[order].set(Q[:K])
 
 
@@ -316,60 +424,41 @@ def _descend(W, Q, H, grid: Grid, *, options: GptqOptions, tile: int, is_free: b
 def _fit_scales(W, Q, H, scale, tile: int):
     """For every tile of every column the factor of its values that costs least, all others
     as they are: d/df of cost(Q + f V) is 0 at f = -(V . H(Q - W)) / (V . H V)."""
-    K = len(W)
-    slope = H @ (Q - W)
 
     def fit(b, state):
-        Q, scale, slope = state
+        Q, scale = state
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, b * tile, tile)
-        V, own = cut(Q), jax.lax.dynamic_slice(H, (b * tile, b * tile), (tile, tile))
-        bend = jnp.sum(V * (own @ V), axis=0)
-        step = -jnp.sum(V * cut(slope), axis=0) / jnp.where(bend > 0, bend, 1.0)
+        V, mine = cut(Q), cut(H)
+        own = jax.lax.dynamic_slice_in_dim(mine, b * tile, tile, axis=1)
+        slope = _matmul(mine, Q - W)
+        bend = jnp.sum(V * _matmul(own, V), axis=0)
+        step = -jnp.sum(V * slope, axis=0) / jnp.where(bend > 0, bend, 1.0)
         step = jnp.clip(jnp.where(bend > 0, step, 0.0), -0.5, 0.5)
-        columns = jax.lax.dynamic_slice_in_dim(H, b * tile, tile, axis=1)
-        paste = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-        Q = paste(Q, V * (1 + step), b * tile)
-        scale = paste(scale, cut(scale) * (1 + step), b * tile)
-        return Q, scale, slope + columns @ (V * step)
+        Q = _paste(Q, V * (1 + step), b * tile)
+        return Q, _paste(scale, cut(scale) * (1 + step), b * tile)
 
-    Q, scale, _ = jax.lax.fori_loop(0, K // tile, fit, (Q, scale, slope))
-    return Q, scale
+    return jax.lax.fori_loop(0, len(W) // tile, fit, (Q, scale))
 
 
 def _fit_codes(W, Q, H, grid: Grid, block: int):
     """Every row in turn is set to the values nearest to what is best, all others as they
     are: q_k - (H (Q - W))_k / H_kk."""
     K = len(W)
-    count, block = _blocks(K, block)
-    extra = count * block - K
-    rows = lambda x, fill: jnp.pad(x, ((0, extra), (0, 0)), constant_values=fill)
-    slope = rows(H @ (Q - W), 0)
-    H = (
-        jnp.pad(H, (0, extra))
-        .at[jnp.arange(K, K + extra), jnp.arange(K, K + extra)]
-        .set(1)
-    )
-    Q, scale = rows(Q, 0), rows(grid.scale, 1)
-    zero = None if grid.zero_point is None else rows(grid.zero_point, 0)
+    count, block, (W, Q) = _padded(K, block, W, Q)
+    share = _square(H, len(W))
+    share = share / jnp.diagonal(share)[:, None]
+    grid = _rows_of(grid, len(W))
 
     def work_off(b, state):
-        Q, slope = state
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, b * block, block)
-        own = jax.lax.dynamic_slice(H, (b * block, b * block), (block, block))
-        here = Grid(grid.format, cut(scale), None if zero is None else cut(zero))
+        Q, error = state
+        at = b * block
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, block)
+        mine, before = cut(share), cut(Q)
+        own = jnp.tril(jax.lax.dynamic_slice_in_dim(mine, at, block, axis=1), -1)
+        start = before - _matmul(mine, error)
+        finish = lambda i, row, value: value - before[i]
+        values, moved = _rows_in_turn(start, own, jax.tree.map(cut, grid), finish)
+        return _paste(Q, values, at), _paste(error, cut(error) + moved, at)
 
-        def set_row(i, state):
-            values, slopes = state
-            row = jax.tree.map(lambda part: part[i], here)
-            best = row.nearest(values[i] - slopes[i] / own[i, i])
-            slopes = slopes + own[:, i][:, None] * (best - values[i])
-            return _put(values, best, i), slopes
-
-        before = cut(Q)
-        values, _ = jax.lax.fori_loop(0, block, set_row, (before, cut(slope)))
-        columns = jax.lax.dynamic_slice_in_dim(H, b * block, block, axis=1)
-        slope = slope + columns @ (values - before)
-        return jax.lax.dynamic_update_slice_in_dim(Q, values, b * block, 0), slope
-
-    Q, _ = jax.lax.fori_loop(0, count, work_off, (Q, slope))
+    Q, _ = jax.lax.fori_loop(0, count, work_off, (Q, Q - W))
     return Q[:K]

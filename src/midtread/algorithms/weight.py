@@ -86,7 +86,7 @@ def nearest(w, scale, zero_point, fmt: Format) -> jax.Array:
     units = w * (1 / scale)  # as quantize_to_scale divides, to the bit
     if zero_point is not None:
         units = units + zero_point
-    value = rounding.decode(rounding.encode(units, fmt), fmt).astype(jnp.float32)
+    value = rounding.nearest_value(units, fmt)
     return (value if zero_point is None else value - zero_point) * scale
 
 

@@ -51,6 +51,27 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     return jnp.asarray(fmt.table, jnp.float32)[codes.astype(jnp.int32)]
 
 
+def nearest_value(x: jax.Array, fmt: Format) -> jax.Array:
+    """Returns decode(encode(x)) in float32, without a code in between where there need be none.
+
+    >>> from midtread.numerics.formats import as_format
+    >>> nearest_value(jnp.array([2.6, 7.2, -0.2]), as_format("e2m1")).tolist()
+    [3.0, 6.0, -0.0]
+    """
+    if fmt.grid is None and fmt.codes is not None:
+        low, high = fmt.codes
+        x = jnp.clip(jnp.round(x), low, high)
+        return jnp.where(jnp.isnan(x), 0.0, x)
+    if fmt.grid is None or fmt.has_nan:
+        return decode(encode(x, fmt), fmt).astype(jnp.float32)
+    x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -fmt.grid.largest, fmt.grid.largest)
+    # The binade is the number without its mantissa.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
+    binade = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    step = jnp.maximum(binade, 2.0**fmt.grid.min_exponent) * 2.0**-fmt.grid.mantissa
+    return jnp.clip(jnp.round(x / step) * step, -fmt.grid.largest, fmt.grid.largest)
+
+
 def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
     """Rounds to an integer, which stays in float32."""
     if rounding == "nearest":
