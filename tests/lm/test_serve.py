@@ -394,7 +394,7 @@ def test_caches_in_few_bits(fmt, axis, error, key):
 STEPS = {
     "llama": ({}, ("int8", "dkv")),
     "gemma": ({"norm_scale_offset": True, "use_qk_norm": True, "num_kv_heads": 1,
-               "sliding_window_size": 4, "sliding_window_pattern": 2},
+               "sliding_window_size": 4, "layer_pattern": "LG"},
               ("fp8", "heads_and_dkv")),
     "phi": ({"scan_layers": False, "partial_rotary_factor": 0.5}, ("int8", "dkv")),
 }  # fmt: skip
@@ -416,7 +416,7 @@ def test_a_token_by_kernels(name, key):
     np.testing.assert_allclose(got.logits, want.logits, atol=5e-3)
     for x, y in zip(jax.tree.leaves(got.cache), jax.tree.leaves(want.cache)):
         x, y = np.float32(x), np.float32(y)
-        assert (x != y).mean() < 0.02, (x, y)
+        assert np.linalg.norm(x - y) < 0.02 * np.linalg.norm(y)
     assert {(op, "triton") for op in ("attend", "write", "add and norm")} <= {*taken}
 
 
