@@ -2,6 +2,7 @@
 small machine, and programs lowered for CUDA."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from midtread.kernels import choose, decoding, weight_matmul
 from midtread.kernels.candidates import first
 from midtread.kernels.environment import implementation, pretended
 from midtread.kernels.pallas_compat import pretend_gpu
+from midtread.numerics import platforms
 from midtread.numerics.formats import FORMATS, as_format, dtype_bits
 from tests.kernels import test_decoding as ptx
 from tests.kernels.plans import GROUPED, H200, by_weight, coded, floats, matmul
@@ -176,3 +178,25 @@ def test_every_format_lowers_for_cuda(name):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         is_taken = rows <= 64 and name in weight_matmul.TRITON
         assert ("gpu.triton" in text or "mosaic_gpu" in text) >= is_taken
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("int2", {}), ("uint2", {"calibration_method": "minmax"})]
+)
+@pytest.mark.parametrize("tile", [None, 64])
+def test_xla_reads_no_2_bit_element_on_a_gpu(name, how, tile):
+    """One row by 130 columns, which no kernel takes: XLA's own matmul of them was wrong."""
+    tiles = {0: tile} if tile else {}
+    w = mt.quantize(random(1, 256, 130), name, channelwise_axes=[1], tiled_axes=tiles, **how)  # fmt: skip
+    x = random(2, 1, 256)
+    with platforms.pretended("gpu"):
+        got = jax.jit(mt.dot)(x, w)
+    assert error(got, exact(mt.dot(x, w))) < 1e-2
+    with pretended("h200"):
+        traced = jax.jit(mt.dot).trace(x, w)
+        with pretend_gpu():
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    narrow = r"stablehlo\.(\w+).*: \(?tensor<[\dx]+u?i2>"
+    kinds = {m[1] for line in text.splitlines() if (m := re.search(narrow, line))}
+    assert kinds <= {"reshape", "pad", "bitcast_convert"}
+    assert "bitcast_convert" in kinds

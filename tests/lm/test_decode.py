@@ -183,6 +183,33 @@ def test_a_step_for_cuda_reads_weights_as_they_lie(words):
             assert op[1] in HARMLESS, line[:300]
 
 
+def test_narrow_scales_are_widened_once_for_hopper(key):
+    """nvfp4 with scales in e4m3, as files hold them: cast when a model is prepared."""
+    config = settings.load(
+        [*WORDS, "quant=[{weight_qtype: nvfp4}]", "scan_layers=false"]
+    )
+    m = section(config, Model)
+    net = convert.in_memory(config, model.create(m))
+    e4m3 = lambda path, x: path[-2:] == ("array", "scale")
+    scales = [
+        (path, x.replace(x[...].astype(jnp.float8_e4m3fn)))
+        for path, x in nnx.to_flat_state(nnx.state(net, nnx.Param))
+        if e4m3(path, x)
+    ]
+    nnx.update(net, nnx.from_flat_state(scales))
+    tokens = jax.random.randint(key, (2, 8), 0, 256)
+    want = logits(net, tokens)
+    with pretended("h200"):
+        net = decode.prepare(net)
+    kinds = {
+        x.dtype.name
+        for path, x in nnx.to_flat_state(nnx.state(net, nnx.Param))
+        if e4m3(path, x)
+    }
+    assert kinds == {"bfloat16"}
+    np.testing.assert_allclose(logits(net, tokens), want, atol=1e-5)
+
+
 # What is asked for -> whether query, key and value, and both sides of the MLP, become one.
 JOINED = {
     "quantization=": (True, True),

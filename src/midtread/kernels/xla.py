@@ -24,6 +24,7 @@ from midtread.kernels import cpu
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.platforms import platform
+from midtread.numerics.rounding import unpacked
 
 
 def operand_dtypes(lhs: Any, rhs: Any, mixed: bool = True) -> tuple[np.dtype, np.dtype]:
@@ -67,7 +68,8 @@ def _prepare(lhs, rhs, precision, accumulate, mixed=True):
         left = right = np.dtype(jnp.float32)
     if is_int16(lhs.dtype, rhs.dtype):
         precision, accumulate = lax.Precision.HIGHEST, jnp.float32
-    return lhs.astype(left), rhs.astype(right), precision, accumulate
+    lhs, rhs = unpacked(lhs).astype(left), unpacked(rhs).astype(right)
+    return lhs, rhs, precision, accumulate
 
 
 def dot_general(

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from midtread.kernels.environment import here
 from midtread.lm import cache as kv
 from midtread.lm import room
 from midtread.lm.config import Model, UsageError, require
@@ -78,7 +79,24 @@ def choose(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
 
 def prepare(model: Transformer) -> Transformer:
     """The model as it decodes fastest, on one device; `model` is used up."""
-    return join(unstack(model))
+    return widen_scales(join(unstack(model)))
+
+
+def widen_scales(model: Transformer) -> Transformer:
+    """The model with scales of 8 bits (nvfp4's in e4m3, MX's in e8m0) in bfloat16, which has
+    all of their values, if Hopper's kernels will read them: they read no narrower ones, and
+    XLA would cast them before every matmul."""
+    if here().why_not("hopper") is not None:
+        return model
+    params = nnx.state(model, nnx.Param)
+    is_narrow = lambda path, x: path[-1] == "scale" and x.dtype.itemsize == 1
+    wide = [
+        (path, x.replace(x[...].astype(jnp.bfloat16)))
+        for path, x in nnx.to_flat_state(params)
+        if is_narrow(path, x)
+    ]
+    nnx.update(model, nnx.from_flat_state(wide))
+    return model
 
 
 def unstack(model: Transformer) -> Transformer:

@@ -510,7 +510,8 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
     wide = wide_dtype(array.dtype)
     value = rounding.decode(array.qvalue, array.format).astype(wide)
     if array.zero_point is not None:
-        value = views.broadcast_with(jnp.subtract, value, array.zero_point.astype(wide))
+        zero = rounding.unpacked(array.zero_point).astype(wide)
+        value = views.broadcast_with(jnp.subtract, value, zero)
     for factor in (array.scale, array.global_scale, array.pre_scale):
         if factor is not None:
             value = views.broadcast_with(jnp.multiply, value, factor.astype(wide))

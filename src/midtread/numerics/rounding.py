@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from midtread.numerics.formats import Format
+from midtread.numerics.formats import Format, dtype_bits
+from midtread.numerics.platforms import platform
 
 ROUNDINGS = ("nearest", "stochastic", "uniform", "low_bit_uniform")
 
@@ -46,6 +48,7 @@ def encode(
 
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     """Returns the exact value of each code: the code itself where it is the value, else float32."""
+    codes = unpacked(codes)
     if fmt.table is None:
         return codes
     return jnp.asarray(fmt.table, jnp.float32)[codes.astype(jnp.int32)]
@@ -70,6 +73,31 @@ def nearest_value(x: jax.Array, fmt: Format) -> jax.Array:
     binade = jax.lax.bitcast_convert_type(bits, jnp.float32)
     step = jnp.maximum(binade, 2.0**fmt.grid.min_exponent) * 2.0**-fmt.grid.mantissa
     return jnp.clip(jnp.round(x / step) * step, -fmt.grid.largest, fmt.grid.largest)
+
+
+def unpacked(codes: jax.Array) -> jax.Array:
+    """Returns codes of 2 bits as bytes where a GPU is to read them; others as they are.
+
+    XLA reads rows of 2-bit elements wrongly in a matmul by one row if they are not whole bytes
+    (NVIDIA H200, jax 0.11.2). So it is given the bytes that they lie in, and shifts.
+    """
+    size = codes.size
+    if dtype_bits(codes.dtype) != 2 or platform() != "gpu" or not codes.ndim:
+        return codes
+    mesh = jax.typeof(codes).sharding.mesh
+    is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
+    if not isinstance(size, int) or not size or is_explicit:  # or symbolic
+        return codes
+    is_signed = jnp.issubdtype(codes.dtype, jnp.signedinteger)
+    shape, kind = codes.shape, jnp.int8 if is_signed else jnp.uint8
+    lead = shape[:-1]
+    if shape[-1] % 4:  # rows end within a byte: they are read as one
+        codes, lead = jnp.pad(codes.reshape(-1), (0, -size % 4)), ()
+    packed = jax.lax.bitcast_convert_type(codes.reshape(*lead, -1, 4), kind)
+    shift = jnp.arange(6, -1, -2).astype(kind)  # to the top of a byte
+    top = jnp.left_shift(packed[..., None], shift)
+    wide = jnp.right_shift(top, jnp.asarray(6, kind)).reshape(*lead, -1)
+    return wide.reshape(shape) if lead else wide[:size].reshape(shape)
 
 
 def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:

@@ -68,6 +68,7 @@ def add_norm(
     options = {"epsilon": epsilon, "offset": offset, "scale_dtype": scale_dtype}
     out = pl.pallas_call(
         functools.partial(_body, columns=n, **options),
+        name="add_norm",
         grid=(m,),
         in_specs=[row, row, shared],
         out_specs=[row, row],

@@ -277,6 +277,7 @@ def decode_attention(
             slots=slots, parts=parts, softcap=softcap, has_sinks=bool(sinks),
             native=not interpret,
         ),
+        name="decode_attention",
         grid=lead,
         in_specs=specs + of_sinks * is_whole,
         out_specs=[own(*shape) for shape, _ in written],
@@ -297,6 +298,7 @@ def _merge(parts, sinks, of_sinks, dtype, interpret: bool) -> jax.Array:
     of_head = pl.BlockSpec((None, None, num, rows), lambda b, j, i: (b, j, 0, 0))
     return pl.pallas_call(
         functools.partial(_merge_body, chunk=min(num, PARTS)),
+        name="merge_parts",
         grid=(batch, heads, width // cut),
         in_specs=[of_part, of_head, of_head, *of_sinks],
         out_specs=pl.BlockSpec((None, None, rows, cut), lambda b, j, i: (b, j, 0, i)),

@@ -77,6 +77,7 @@ def codes_of(x, inverse, fmt: Format, native: bool, noise=None):
 
 def integers(x, inverse, fmt: Format, native: bool):
     """Returns the codes of an integer format as int32."""
+    assert fmt.codes is not None, fmt
     low, high = fmt.codes
     units = x.astype(jnp.float32) * inverse
     units = jnp.minimum(jnp.maximum(units, float(low)), float(high))

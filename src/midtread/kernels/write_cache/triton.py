@@ -192,6 +192,7 @@ def write_cache(
     }  # fmt: skip
     return pl.pallas_call(
         functools.partial(_body, **options),
+        name="write_cache",
         grid=(batch, num_kv // per),
         in_specs=[
             pl.BlockSpec((1,), lambda b, j: (b,)),
