@@ -16,8 +16,17 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
     said = str(error.value)
     assert "a step needs 128 GB" in said and "has 25.8 GB" in said, said
     assert "optimizer_states=int8 (-" in said and "weight_dtype=bfloat16" in said
+    assert "optimizer_states=int8 quantize_embedding_states=true (-" in said
     free = settings.load(["llama3-8b", "check_memory=false"])
     room.require_room(free, limit=24 * 2**30)
+
+
+def test_bytes_of_moments_with_a_large_vocabulary():
+    """The embedding of Llama 3 8B is 7% of it, and in float32 unless a key says otherwise."""
+    words = ["llama3-8b", "optimizer_states=int8"]
+    assert 2.4 < memory.optimizer_bytes(settings.load(words)) < 2.5
+    words += ["quantize_embedding_states=true"]
+    assert memory.optimizer_bytes(settings.load(words)) < 2.1
 
 
 def test_a_doubt_is_settled_by_counting():

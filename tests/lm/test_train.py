@@ -349,6 +349,7 @@ def test_the_norm_of_bfloat16_gradients_is_float32(key):
     "words,expected",
     [
         (["weight_rounding=stochastic"], "whose steps are not rounded"),
+        (["quantize_embedding_states=true"], "nothing with optimizer_states=float32"),
         (
             ["opt_type=adafactor", "adam_b2=0.9"],
             "means nothing with opt_type=adafactor",

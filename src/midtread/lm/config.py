@@ -327,6 +327,9 @@ class Training:
         "what it keeps moments in; int4: first ones, second ones 8 bits; embeddings and "
         "small tensors float32",
     )
+    quantize_embedding_states: bool = key(
+        False, "moments of embeddings in optimizer_states too, not in float32"
+    )
     weight_rounding: Literal["nearest", "stochastic"] = key(
         "nearest", "of a step in weight_dtype=bfloat16; stochastic: its mean is exact"
     )
@@ -527,6 +530,11 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
             f"weight_rounding={self.weight_rounding} means nothing with weight_dtype="
             f"{self.weight_dtype}, whose steps are not rounded: write "
             "weight_dtype=bfloat16, or drop it.",
+        )
+        require(
+            not self.quantize_embedding_states or self.optimizer_states != "float32",
+            "quantize_embedding_states=true means nothing with optimizer_states=float32: "
+            "write optimizer_states=int8, fp8 or int4.",
         )
         require(
             self.opt_type != "adafactor" or self.adam_b2 == keys()["adam_b2"].default,

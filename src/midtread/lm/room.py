@@ -23,6 +23,7 @@ from midtread.model.coverage import human
 # keys that save memory, and what to write for them
 HELP = [
     {"optimizer_states": "int8"},
+    {"optimizer_states": "int8", "quantize_embedding_states": True},
     {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"},
 ]
 
@@ -72,7 +73,8 @@ def require_room(config: Config, limit: int | None = None) -> None:
         return
     on = meshes.sizes(config.mesh, jax.device_count())
     least = _static(config, on)
-    if least + _at_most(config, on) <= limit:
+    # Codes of weights take a byte where parameters and gradients take four or more.
+    if least + least // 4 + _at_most(config, on) <= limit:
         return
     need = least if least > limit else memory.model(config, on).total
     if need <= limit:
@@ -116,7 +118,7 @@ def _refusal(config: Config, on: Mapping[str, int], need: int, limit: int) -> st
     if need > static:
         parts += f", {size(need - static)} for activations"
     helps = [
-        f"{' '.join(f'{k}={v}' for k, v in keys.items())} (-{size(saved)})"
+        f"{' '.join(f'{k}={_word(v)}' for k, v in keys.items())} (-{size(saved)})"
         for keys in HELP
         if (saved := static - _with(config, on, keys)) > 0
     ]
@@ -135,7 +137,12 @@ def _refusal(config: Config, on: Mapping[str, int], need: int, limit: int) -> st
     )
 
 
-def _with(config: Config, on: Mapping[str, int], keys: dict[str, str]) -> int:
+def _word(value: object) -> str:
+    """Returns a value as one writes it on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with(config: Config, on: Mapping[str, int], keys: Mapping[str, object]) -> int:
     """Returns the bytes that do not depend on the batch, with some keys changed."""
     if all(getattr(config, k) == v for k, v in keys.items()):
         return _static(config, on)

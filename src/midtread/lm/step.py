@@ -31,7 +31,7 @@ from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
 from midtread.lm.model import Transformer, is_unrolled
 from midtread.numerics.sparsity import Sparsity
-from midtread.optim import slices
+from midtread.optim import moments, slices
 from midtread.providers.delayed import (
     accumulate_gradients,
     is_overwritten,
@@ -137,6 +137,10 @@ def _decays(params: Any) -> Any:
     )
 
 
+def _never(path: str) -> bool:
+    return False
+
+
 def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
     """Returns the optimizer that `opt_type`, `optimizer_states` and `weight_rounding` ask
     for."""
@@ -150,6 +154,7 @@ def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
             weight_decay=t.adam_weight_decay,
             mask=_decays,
             states=t.optimizer_states,
+            is_wide=_never if t.quantize_embedding_states else moments.is_embedding,
             seed=seed,
             **betas,
         )

@@ -107,15 +107,16 @@ def write(x: jax.Array, like: Any, moment: Moment | None, bits: jax.Array) -> An
     if not isinstance(like, QArray):
         return x
     assert moment is not None
-    x = {1.0: lambda: x, 0.5: lambda: jnp.sqrt(x), 0.25: lambda: jnp.sqrt(jnp.sqrt(x))}[
-        moment.power
-    ]()
+    root = {1.0: jnp.abs, 0.5: jnp.sqrt, 0.25: lambda x: jnp.sqrt(jnp.sqrt(x))}
     fmt, split, axis = like.format, *_split(like)
     tiles = x.reshape(split)
-    absmax = jnp.max(jnp.abs(tiles), axis=axis, keepdims=True)
+    # A root grows with its argument, so the root of a tile's largest is its largest root.
+    absmax = root[moment.power](jnp.max(jnp.abs(tiles), axis=axis, keepdims=True))
     top = fmt.codes[1] if fmt.codes else fmt.bound
     largest = jnp.where(absmax > 0, absmax, 1)
-    scale, units = largest / top, tiles * (top / largest)
+    # Without the barrier XLA divides once for every element rather than once for a tile.
+    scale, times = jax.lax.optimization_barrier((largest / top, top / largest))
+    units = (tiles if moment.power == 1 else root[moment.power](tiles)) * times
     chance = (bits.reshape(split).astype(jnp.float32) + 0.5) / 256
     codes = rounding.by_chance(units, fmt, chance)
     if moment.power != 1:  # a second moment

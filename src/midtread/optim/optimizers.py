@@ -40,9 +40,16 @@ def _name(path: tuple) -> str:
 def _random(seed: int, count: jax.Array, path: tuple, shape: tuple) -> jax.Array:
     """Returns 32 random bits for every element of a parameter, in this step."""
     key = jax.random.fold_in(jax.random.key(seed), count)
-    origin = origin_of(path, len(shape))
-    state = rounding.hashed(rounding.seed(key, (_name(path),)), shape, origin)
-    return jnp.broadcast_to(state, shape)
+    state = rounding.seed(key, (_name(path),))
+    origin = origin_of(path, len(shape)) or (0,) * len(shape)
+    if not shape:
+        return rounding.hashed(state, shape)
+    # The bits of rounding.hashed. The barrier has XLA mix rows and columns once for each,
+    # not once for every element.
+    rows = rounding.hashed(state, shape[:-1], origin[:-1])[..., None]
+    columns = jax.lax.iota(jnp.uint32, shape[-1]) + jnp.uint32(origin[-1])
+    rows, columns = jax.lax.optimization_barrier((rows, rounding.mix(columns)))
+    return rounding.mix(rows ^ columns)
 
 
 def _init(params: Any, moment: moments.Moment | None, is_wide: Callable) -> Any:
