@@ -20,7 +20,8 @@ examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
 test: lint docs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --doctest-modules src tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --doctest-modules src tests --ignore tests/lm
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/lm
 	$(MAKE) newest
 
 lint: $(VENV)/dev.installed

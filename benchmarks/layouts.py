@@ -6,7 +6,7 @@ python benchmarks/layouts.py [--write]
 import argparse
 import pathlib
 
-from midtread.interop import export, gguf_blocks, gguf_export, quantized
+from midtread.interop import gguf_blocks, gguf_export, quantized, targets
 from midtread.kernels import weight_matmul
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "formats-in-and-out.md"
@@ -38,7 +38,7 @@ def table() -> str:
         for qtype in layout.formats:
             out = [
                 target.name
-                for target in export.ROWS
+                for target in targets.ROWS
                 if (target.layout, target.qtype) == (layout.name, qtype)
             ]
             rows.append(_row(layout.name, qtype, out))

@@ -102,7 +102,7 @@ from midtread.providers.prequantized import (
     restore_quantization_rules as restore_quantization_rules,
 )
 from midtread.providers.ptq import PtqProvider as PtqProvider
-from midtread.providers.ptq import quantize_variables as quantize_variables
 from midtread.providers.qt import QtProvider as QtProvider
+from midtread.providers.variables import quantize_variables as quantize_variables
 
 __version__ = "0.1.0"

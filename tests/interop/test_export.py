@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.interop import export, gguf_export, huggingface, quantized
+from midtread.interop import export, gguf_export, huggingface, quantized, targets
 from midtread.interop.huggingface import Folder, Row, write_tensors
 from midtread.numerics.qarray import QArray
 
@@ -68,12 +68,12 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("name", list(export.TARGETS))
+@pytest.mark.parametrize("name", list(targets.TARGETS))
 def test_a_float_folder_is_exported(folder, tmp_path, name):
     said = []
     path = export.export(folder, tmp_path / "out", name, say=said.append)
     source = quantized.open_model(path)
-    target = export.TARGETS[name]
+    target = targets.TARGETS[name]
     assert dict.fromkeys(source.tensors) == dict.fromkeys(folder.tensors)
     for tensor in (UP, "model.layers.0.self_attn.q_proj.weight"):
         q = source.read(tensor)
@@ -82,7 +82,7 @@ def test_a_float_folder_is_exported(folder, tmp_path, name):
         loss = np.linalg.norm(values(q) - want) / np.linalg.norm(want)
         assert loss < MOST[target.qtype]
         # what quantizing in memory gives, up to scales that the layout rounds to float16
-        exact = values(export.quantized(want, export.spec_of(target)))
+        exact = values(targets.quantized(want, targets.spec_of(target)))
         np.testing.assert_allclose(values(q), exact, rtol=2**-10, atol=1e-6)
     np.testing.assert_array_equal(
         source.read("lm_head.weight"), folder.read("lm_head.weight")
@@ -215,8 +215,8 @@ def test_memory_is_one_file_and_one_tensor(tmp_path, monkeypatch):
     write_tensors(tmp_path / "big", big, CONFIG, shard_bytes=8_000_000)
     del big
     source = Folder(tmp_path / "big")
-    export.quantized(source.read("model.layers.0.mlp.up_proj.weight"),
-                     export.spec_of(export.TARGETS["w4a16"]))  # fmt: skip
+    targets.quantized(source.read("model.layers.0.mlp.up_proj.weight"),
+                     targets.spec_of(targets.TARGETS["w4a16"]))  # fmt: skip
     monkeypatch.setattr(export, "FILE_BYTES", 4_000_000)
     tracemalloc.start()
     export.export(source, tmp_path / "out", "w4a16")

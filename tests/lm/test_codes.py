@@ -8,7 +8,7 @@ from flax import nnx
 
 import midtread as mt
 from midtread import cli
-from midtread.interop import export, quantized
+from midtread.interop import export, quantized, targets
 from midtread.interop.huggingface import Folder, write_tensors
 from midtread.lm import convert, settings
 from midtread.model.boxes import WithAux
@@ -52,7 +52,7 @@ def test_a_quantized_folder_runs_on_its_codes(folder, tmp_path, name):
     want = logits(dequantized(source, folder, tmp_path / "float"))[1]
     model, got = logits(path)
     boxes = [n for _, n in nnx.iter_graph(model) if isinstance(n, WithAux)]
-    assert {b.how.format.name for b in boxes} == {export.TARGETS[name].qtype}
+    assert {b.how.format.name for b in boxes} == {targets.TARGETS[name].qtype}
     tolerance = 0.1 if name == "fp8_block" else 1e-4  # its activations are in fp8 too
     np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
 

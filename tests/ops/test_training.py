@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.ops.recipe import RECIPES, aqt_fp8_full, aqt_int8, qat, qt, te_nvfp4
+from midtread.numerics.qarray import quantize_by_spec
+from midtread.ops import contraction
+from midtread.ops.engine import contract
+from midtread.ops.recipe import (
+    RECIPES,
+    Fwd,
+    aqt_fp8_full,
+    aqt_int8,
+    qat,
+    qt,
+    te_nvfp4,
+)
+from midtread.ops.training import serve
 
 CHANNEL = mt.per_channel("int8")
 
@@ -64,6 +76,24 @@ def test_qat_gradients_are_straight_through(batch):
     _, dx, dw = step(qat("int8", "int8"), x, w, g)
     np.testing.assert_array_equal(dx, g @ w.T)
     np.testing.assert_array_equal(dw, jnp.einsum("mk,mn->kn", x, g))
+
+
+def test_served_is_contracted_and_straight_through(batch):
+    """The bits of `contract` on operands quantized by hand, clipped values too; the gradient
+    of an activation that of what the weight's codes stand for, and no mask."""
+    x, w, g = batch
+    clips = mt.per_channel("int8", calibration="absmax,0.5")
+    codes = mt.quantize(w, "int8", channelwise_axes=(1,))
+    c = contraction.dot((((1,), (0,)), ((), ())), 2, 2)
+    run = lambda x: serve(c, Fwd(lhs=clips), x, codes)
+    out, vjp = jax.vjp(run, x)
+    by_hand = quantize_by_spec(x, c.number_axes(clips, "lhs", x.shape))
+    assert jnp.any(jnp.abs(by_hand.qvalue) == 127)
+    np.testing.assert_array_equal(run(x), contract(c, by_hand, codes))
+    np.testing.assert_array_equal(out, run(x))
+    np.testing.assert_allclose(
+        vjp(g)[0], g @ mt.dequantize(codes).T, rtol=1e-5, atol=1e-4
+    )
 
 
 def test_reuse_folds_the_scale_into_g(batch):

@@ -6,7 +6,7 @@
 
 A source is anything with the names of a Hugging Face folder (interop/huggingface.py): such a
 folder, a quantized one, a .gguf file, or a tree of ours under a table of names. A float
-matrix is rounded to nearest, in the format that `TARGETS` has under the target's name. What
+matrix is rounded to nearest, in the format that targets.py has under the target's name. What
 is quantized already keeps its codes: it is written as it is, or refused.
 
 First everything is looked at: what the target cannot say is refused, or listed, before a
@@ -24,193 +24,36 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from midtread.interop import (
-    compressed_tensors,
-    gguf_blocks,
-    gptq,
-    huggingface,
-    layouts,
-    mlx,
-)
+from midtread.interop import compressed_tensors, gguf_blocks, huggingface, layouts
 from midtread.interop import safetensors as files
 from midtread.interop.huggingface import as_floats
+from midtread.interop.targets import (
+    COMPRESSED,
+    HALF_SCALES,
+    ROWS,
+    Groups,
+    Target,
+    config_of,
+    quantized,
+    scheme_and_tensors,
+    spec_of,
+    target_of,
+    tile_words,
+)
 from midtread.numerics.formats import FORMATS, dtype_bits
-from midtread.numerics.qarray import QArray, quantize_by_spec
-from midtread.numerics.spec import Spec
+from midtread.numerics.qarray import QArray
 
 FILE_BYTES = 500_000_000  # of a file, and so of what waits to be written
-ROWS_AT_ONCE = 1 << 22  # elements of a large matrix that are quantized together
 _STATE = "export.json"
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16)}
 # matrices that are looked up or choose experts, and the head: left as they are
 LEFT = r".*embed_tokens.*|.*\.wte\..*|lm_head\..*|.*\.(mlp\.gate|gate|router)\.weight|.*norm.*"
-
-
-class Target(NamedTuple):
-    """One row of `TARGETS`.
-
-    Args:
-        name: to ask for it by.
-        layout: whose files these are.
-        qtype: the format of codes.
-        tile: columns that share a scale, "row" for all of a row, or (rows, columns).
-        calibration: how the range of a tile is found.
-        activations: whoever runs the model quantizes activations, too.
-        words: what it is, for people.
-        is_free: nobody asked for groups of that size: codes keep their own.
-    """
-
-    name: str
-    layout: str
-    qtype: str
-    tile: int | str | tuple[int, int]
-    calibration: str = "absmax"
-    activations: bool = False
-    words: str = ""
-    is_free: bool = True
-
-
-_CT = "compressed-tensors"
-_HALF = ("GPTQ", "AWQ")  # have scales in float16
-ROWS = [
-    #      name          layout   codes            tile        range     activations
-    Target("w4a16",      _CT,     "int4",          128,        words="4-bit weights"),
-    Target("w4a16_asym", _CT,     "int4",          128,        "minmax", words="with zero points"),
-    Target("w8a16",      _CT,     "int8",          128,        words="8-bit weights"),
-    Target("w8a8",       _CT,     "int8",          "row",      "absmax", True, "8-bit integers"),
-    Target("fp8",        _CT,     "float8_e4m3fn", "row",      "absmax", True, "8-bit floats"),
-    Target("fp8_block",  _CT,     "float8_e4m3fn", (128, 128), "absmax", True, "in blocks"),
-    Target("nvfp4",      _CT,     "nvfp4",         16,         words="4-bit floats, NVIDIA's"),
-    Target("mxfp4",      _CT,     "mxfp4",         32,         words="4-bit floats, OCP's"),
-    Target("gptq",       "GPTQ",  "int4",          128,        words="GPTQ's layout"),
-    Target("awq",        "AWQ",   "int4",          128,        "minmax", words="AWQ's layout"),
-    Target("mlx4",       "MLX",   "int4",          64,         words="mlx-lm, 4 bits"),
-    Target("mlx8",       "MLX",   "int8",          64,         words="mlx-lm, 8 bits"),
-]  # fmt: skip
-TARGETS = {row.name: row for row in ROWS}
-
-
-def target_of(name: str, group_size: int | None = None) -> Target:
-    """A row of the table, with other groups where asked for.
-
-    Raises:
-        ValueError: there is no such target, or its groups are fixed.
-    """
-    if name not in TARGETS:
-        raise ValueError(f"format {name!r} is not written; {', '.join(TARGETS)} are.")
-    target = TARGETS[name]
-    if group_size is None:
-        return target
-    if target.qtype in ("nvfp4", "mxfp4") or not isinstance(target.tile, int):
-        raise ValueError(
-            f"group_size={group_size}: format {name} has {_tile_words(target)}. Drop it."
-        )
-    if group_size < 1:
-        raise ValueError(f"group_size={group_size} should be above 0.")
-    return target._replace(tile=group_size, is_free=False)
-
-
-def _tile_words(target: Target) -> str:
-    if target.tile == "row":
-        return "a scale for every row"
-    if isinstance(target.tile, tuple):
-        return f"blocks of {target.tile[0]} x {target.tile[1]}"
-    return f"groups of {target.tile}"
-
-
-# --- one matrix ------------------------------------------------------------------------------
-
-
-def spec_of(target: Target) -> Spec:
-    """How a matrix [rows, columns] is quantized for a target."""
-    rows, columns = target.tile if isinstance(target.tile, tuple) else (1, target.tile)
-    tiles: dict[int, int] = {}
-    if columns != "row":
-        tiles[1] = int(columns)
-    if rows != 1:
-        tiles[0] = rows
-    return Spec(
-        target.qtype,
-        channelwise_axes=() if 0 in tiles else (0,),
-        tiled_axes=tiles,
-        calibration=target.calibration,
-    )
-
-
-@jax.jit(static_argnums=1)
-def _quantize(x: jax.Array, spec: Spec) -> QArray:
-    """Codes of four bits come as bytes: XLA would pack them, and numpy unpack them, which
-    takes four times as long as all the rest (w4a16 on a CPU)."""
-    q = quantize_by_spec(x, spec)
-    return q.map(lambda part: part if _is_wide(part) else _nibbles(part))
-
-
-def _is_wide(part: jax.Array) -> bool:
-    return dtype_bits(part.dtype) != 4
-
-
-def _nibbles(part: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(part, jnp.uint4).astype(jnp.uint8)
-
-
-def quantized(x: np.ndarray, spec: Spec) -> QArray:
-    """A matrix rounded to nearest, in numpy arrays: some rows at a time if it is large."""
-    step = max(ROWS_AT_ONCE // x.shape[1] // 128, 1) * 128
-    if spec.format.scale == "two_level":  # there is a scale of the whole matrix
-        step = len(x)
-    pieces = [_quantize(x[i : i + step], spec) for i in range(0, len(x), step)]
-    join = lambda *parts: np.concatenate([np.asarray(part) for part in parts])
-    q = jax.tree.map(join, *pieces)
-    codes = spec.format.dtype
-    in_nibbles = lambda part: part.view(codes) if part.dtype == np.uint8 else part
-    return q.map(in_nibbles) if dtype_bits(codes) == 4 else q
-
-
-class Groups(NamedTuple):
-    """What GPTQ, AWQ and MLX have to know of a module: bits, columns to a scale, and
-    whether zero is in the middle."""
-
-    bits: int
-    size: int
-    is_symmetric: bool
-
-
-_WRITERS = {"GPTQ": gptq.write_gptq, "AWQ": gptq.write_awq, "MLX": mlx.write}
-
-
-def _scheme_and_tensors(q: QArray, target: Target, module: str):
-    """What the config has to say of a module, and its tensors by their whole names."""
-    if target.layout == _CT:
-        scheme, tensors = compressed_tensors.write(q, target.activations, module)
-    else:
-        tensors = _WRITERS[target.layout](q, module)
-        size = layouts.group_size(q, module)
-        scheme = Groups(q.format.bits, size, q.zero_point is None)
-    return scheme, {f"{module}.{end}": array for end, array in tensors.items()}
-
-
-def _config(target: Target, schemes: Mapping[str, Any], left: Sequence[str]):
-    """What goes into config.json, by key."""
-    if target.layout == _CT:
-        return {"quantization_config": compressed_tensors.config(schemes, left)}
-    kinds = list(dict.fromkeys(schemes.values()))
-    bits, size, _ = max(kinds, key=list(schemes.values()).count)
-    if target.layout == "MLX":
-        others = {m: mlx.config(s.bits, s.size) for m, s in schemes.items()
-                  if (s.bits, s.size) != (bits, size)}  # fmt: skip
-        return {"quantization": {**mlx.config(bits, size), **others}}
-    if target.layout == "GPTQ":
-        about = gptq.gptq_config(bits, size, all(s.is_symmetric for s in kinds))
-    else:
-        about = gptq.awq_config(size)
-        about["modules_to_not_convert"] = list(left) or None
-    return {"quantization_config": about}
 
 
 # --- the plan --------------------------------------------------------------------------------
@@ -254,12 +97,12 @@ def plan(source: Any, target: Target, skip: Sequence[str] = ()) -> Plan:
                 tables.append(name)
                 continue
             seen.setdefault(_check_codes(source, name, target), name)
-            if target.layout in _HALF:
+            if target.layout in HALF_SCALES:
                 half.look_at(source, name, 1, target.qtype)
             weights.append(name)
         elif is_weight and not is_left:
             _check_groups(source, name, about.shape, target)
-            if target.layout in _HALF:
+            if target.layout in HALF_SCALES:
                 half.look_at(source, name, int(target.tile), target.qtype)
             weights.append(name)
         else:
@@ -345,17 +188,17 @@ def _check_groups(
         hint = f"Leave it out: skip={re.escape(name)}"
     raise ValueError(
         f"{source.name}: {name!r} has {shape[1]} columns, which are not "
-        f"{_tile_words(target)}, as {target.name} has them. {hint}."
+        f"{tile_words(target)}, as {target.name} has them. {hint}."
     )
 
 
 def _check_codes(source: Any, name: str, target: Target) -> Any:
     """The scheme of a weight that is quantized already, if it is what the target is called."""
     q, module = source.read(name), name.removesuffix(".weight")
-    why = f"which is not {target.name} ({target.qtype}, {_tile_words(target)})."
+    why = f"which is not {target.name} ({target.qtype}, {tile_words(target)})."
     if q.format.name == target.qtype:
         try:
-            scheme = _scheme_and_tensors(q, target, module)[0]
+            scheme = scheme_and_tensors(q, target, module)[0]
         except ValueError as error:
             why = f"and {error}"
         else:
@@ -380,7 +223,7 @@ def _is_called(q: QArray, target: Target) -> bool:
     is_row = columns == q.shape[1]
     if q.format.name != target.qtype:
         return False
-    if target.layout == _CT and (q.zero_point is None) != (
+    if target.layout == COMPRESSED and (q.zero_point is None) != (
         target.calibration == "absmax"
     ):
         return False
@@ -393,7 +236,7 @@ def _is_called(q: QArray, target: Target) -> bool:
 
 def _can_hold(q: QArray, target: Target, module: str) -> bool:
     try:
-        _scheme_and_tensors(q, target, module)
+        scheme_and_tensors(q, target, module)
     except ValueError:
         return False
     return True
@@ -436,7 +279,7 @@ def export(
     Args:
         source: a Folder, what `open_model` gives, or anything like it.
         path: of the folder; it must not be there.
-        format: a name of `TARGETS`, or a kind of block for GGUF.
+        format: a name of `targets.TARGETS`, or a kind of block for GGUF.
         group_size: columns that share a scale, instead of the format's own.
         skip: regular expressions for tensors that stay as they are.
         config: instead of the source's config.json.
@@ -477,7 +320,7 @@ def export(
     about = {**(source.config if config is None else config)}
     about.pop("quantization_config", None)
     about.pop("quantization", None)
-    about |= _config(target, schemes, left)
+    about |= config_of(target, schemes, left)
     if index:
         huggingface.write_json(partial / huggingface.INDEX, index)
     for file in also:
@@ -516,7 +359,7 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
         if name in weights:
             module = name.removesuffix(".weight")
             q = array if isinstance(array, QArray) else quantized(array, spec)
-            scheme, tensors = _scheme_and_tensors(q, target, module)
+            scheme, tensors = scheme_and_tensors(q, target, module)
             waiting |= tensors
             pending[module] = scheme
             del q, tensors

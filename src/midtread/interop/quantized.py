@@ -10,7 +10,7 @@ quantized one the same way, and gets codes with their scales where those are.
     source.read("model.norm.weight")                        an array
     source.notes                           what the folder asks for and is not done here
 
-Which layout a folder is in, its config.json says. `LAYOUTS` is the table of all of them, and
+Which layout a folder is in, its config.json says. `ROWS` is the table of all of them, and
 the documentation's table is made from it.
 """
 
@@ -77,7 +77,6 @@ ROWS = [
     Layout("MLX", "quantization", "", _by_names(mlx.find),
            ("int2", "int3", "int4", "int5", "int6", "int8", "mxfp4"), True),
 ]  # fmt: skip
-LAYOUTS = {row.name: row for row in ROWS}
 
 
 class QuantizedFolder:

@@ -375,13 +375,6 @@ class WeightArrays(NamedTuple):
     last: jax.Array | None  # the scale after the sum, of columns or of everything
     zero: jax.Array | None = None  # subtracted from codes; its shape is the scale's
 
-    @property
-    def scale_within(self) -> jax.Array | None:
-        """The whole scale within the sum, for a kernel that applies one alone."""
-        if self.inner is None or self.last is None:
-            return self.inner
-        return self.inner.astype(jnp.float32) * self.last.astype(jnp.float32)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightMatmul:

@@ -158,6 +158,11 @@ class Architecture:
     act: str = "hidden_act"  # what config.json calls the activation
     windows: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     class_name: str = ""
+    bias: bool = False  # attention_bias, where config.json does not say
+    local_base: float | None = (
+        None  # rope_theta of layers with a window; None: the same
+    )
+    rope_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old names
 
     def __str__(self) -> str:
         return f"{self.model_type} ({self.models})"
@@ -321,12 +326,13 @@ ARCHITECTURES = [
         also=GEMMA_ALSO,
         only={**NO_BIAS, "use_bidirectional_attention": (False,)},
         names=POST_NORMS, is_tied=True, base=1e6, act="hidden_activation",
-        windows=_alternating(6), class_name="Gemma3ForCausalLM",
+        windows=_alternating(6), class_name="Gemma3ForCausalLM", local_base=10000.0,
     ),
     Architecture(
         "phi3", "Phi-3, Phi-3.5, Phi-4",
         keys=LLAMA_LIKE, also=DENSE, only=NO_BIAS, names=FUSED, windows=_everywhere,
         class_name="Phi3ForCausalLM",
+        rope_kinds={"su": "longrope", "yarn": "longrope"},
     ),
     Architecture(
         "olmo2", "OLMo 2",
@@ -386,7 +392,7 @@ ARCHITECTURES = [
             "intermediate_size": ("moe_mlp_dim", None),
         },
         only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-        names=GPT_OSS, windows=_alternating(2), base=150000.0,
+        names=GPT_OSS, windows=_alternating(2), base=150000.0, bias=True,
         class_name="GptOssForCausalLM",
     ),
 ]  # fmt: skip

@@ -64,7 +64,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             "attention_bias" not in arch.keys
             and arch.only.get("attention_bias") is None
         ):
-            bias = read("attention_bias", "mlp_bias", arch.model_type == "gpt_oss")
+            bias = read("attention_bias", "mlp_bias", arch.bias)
             out["attention_bias"] = "all" if bias else "none"
     else:
         out["num_kv_heads"] = heads
@@ -171,8 +171,8 @@ def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str
         )
     number = _Reader({**config, **given}, where)
     out = {"rope_max_timescale": number("rope_theta", "rope_max_timescale", arch.base)}
-    if arch.model_type == "gemma3_text":
-        near = config.get("rope_local_base_freq", 10000.0)
+    if arch.local_base is not None:
+        near = config.get("rope_local_base_freq", arch.local_base)
         near = {"rope_theta": (local or {}).get("rope_theta", near)}
         name = "local_rope_max_timescale"
         out[name] = _Reader(near, where)("rope_theta", name, None)
@@ -180,8 +180,8 @@ def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str
     if share != 1:
         out["partial_rotary_factor"] = share
     kind = given.get("rope_type", given.get("type", "default"))
-    if arch.model_type == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"
+    if isinstance(kind, str):
+        kind = arch.rope_kinds.get(kind, kind)
     if kind == "default" or kind is None:
         return out
     require(

@@ -32,7 +32,7 @@ import numpy as np
 from flax import nnx
 
 from midtread.interop import export as others
-from midtread.interop import gguf_export, quantized
+from midtread.interop import gguf_export, quantized, targets
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures, config_json
 from midtread.lm.config import Config, Model, UsageError, require, section
@@ -236,8 +236,8 @@ def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
 
 
 def formats() -> list[str]:
-    """What `midtread export` writes: hf, and the targets of interop/export.py."""
-    return ["hf", *others.TARGETS, *gguf_export.KINDS]
+    """What `midtread export` writes: hf, and the targets of interop/targets.py."""
+    return ["hf", *targets.TARGETS, *gguf_export.KINDS]
 
 
 def export(

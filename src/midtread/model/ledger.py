@@ -186,7 +186,7 @@ class Ledger:
         self.rules = provider._rules
         self.provider = type(provider).__name__
         self.factors = getattr(provider, "_factors", {})  # LoRA's factors, by weight
-        self.left_float = getattr(provider, "_not_carried", {})  # weight -> why
+        self.stays_float = provider.stays_float  # weight -> why
         self.entries, self.params = seen.entries, params
         self.contracted = {
             id(x.op) for x in self.entries if isinstance(x, _Contraction)
@@ -478,8 +478,8 @@ class Ledger:
         for name, param in large.items():
             path, _, short = name.rpartition("/")
             reason = f"no contraction has {short} as an operand of its own"
-            if name in self.left_float:
-                reason = f"stays float: what is multiplied {self.left_float[name]} it"
+            if name in self.stays_float:
+                reason = f"stays float: what is multiplied {self.stays_float[name]} it"
             rows_of_unused.append(
                 Row(
                     path=path,

@@ -20,7 +20,8 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -72,6 +73,8 @@ class QuantizationProvider:
     traces_inside = False  # whether a model of its own was seen to trace inside itself
     refusal = "{field} is for {made_for}: leave it out, or use mt.{made_for}"
     ops: tuple[str, ...] = caught.CONTRACTIONS
+    # {path of a weight that stays float though a rule is about it: why}
+    stays_float: Mapping[str, str] = MappingProxyType({})
     # A rule matches these ops only if its op_names have them.
     named_only: tuple[str, ...] = ("take",)
 

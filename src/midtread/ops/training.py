@@ -1,10 +1,13 @@
 """Training: the only custom_vjp of a matmul, for every op and every recipe.
 
     train(c, recipe, lhs, rhs)
+    serve(c, fwd, lhs, rhs)
 
 Forward, both operands are quantized and contracted. Backward, dlhs and drhs are
 contractions again: of g with what was kept of the other operand. `Recipe` says in which
-formats, and what is kept.
+formats, and what is kept. Where nobody takes a gradient, `contract` is all that runs, of
+operands that were quantized first: so a model is served, whose gradients, if they are taken,
+go straight through what was quantized.
 
 For remat policies (jax.checkpoint_policies) four things have names. OUT is the result, which
 policies for dots would miss where a kernel computes it, and keep in float32 where XLA does.
@@ -40,7 +43,7 @@ from midtread.ops.engine import (
     is_code,
     varies_only_where_kept,
 )
-from midtread.ops.recipe import REUSE, Dlhs, Drhs, Recipe
+from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe
 
 OUT, KEPT, WEIGHT = "quantized_out", "quantized_lhs", "quantized_rhs"
 SEEN = "amax_seen"
@@ -82,6 +85,14 @@ def train(
     return witness.contraction(c, recipe, lhs, rhs, run)
 
 
+def serve(
+    c: Contraction, fwd: Fwd, lhs: Operand, rhs: Operand, ranges: Ranges | None = None
+) -> jax.Array:
+    """Quantizes the operands that are still float and for which `fwd` has a Spec, and
+    contracts them. Gradients go straight through, also where a value was clipped."""
+    return train(c, Recipe(fwd, mask_clipped=False), lhs, rhs, ranges)
+
+
 def _run(*args) -> jax.Array:
     try:
         return _train_once(*args)
@@ -103,8 +114,35 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@untouched
 def _train(static, c, lhs, rhs, ranges, key):
-    return _forward(static, c, lhs, rhs, ranges, key, learns=False)[0]
+    """What is computed where nobody takes a gradient: nothing is kept."""
+    operands = []
+    for side, x, spec, range_ in _sides(static.recipe, c, lhs, rhs, ranges):
+        if spec is not None and is_float(x):
+            x, _ = choose.quantize(
+                x, spec, range_, key, (static.site, side),
+                summed=_summed_axes(c, side), env=static.env,
+            )  # fmt: skip
+        operands.append(x)
+    return _contract(static, c, (lhs, rhs), operands)
+
+
+def _sides(recipe: Recipe, c: Contraction, lhs, rhs, ranges: Ranges):
+    """Returns (side, operand, its Spec with numbered axes or None, its range) of both."""
+    number = lambda side, x: c.number_axes(getattr(recipe.fwd, side), side, x.shape)
+    return (
+        ("lhs", lhs, number("lhs", lhs), ranges.lhs),
+        ("rhs", rhs, number("rhs", rhs), ranges.rhs),
+    )
+
+
+def _contract(static, c: Contraction, given, operands) -> jax.Array:
+    """Contracts operands, of which those that were `given` as codes are stored weights."""
+    stored = [s for s, x in zip(("lhs", "rhs"), given) if isinstance(x, QArray)]
+    of = dataclasses.replace(c, stored=tuple(stored))
+    lhs, rhs = operands
+    return contract(of, lhs, rhs, static.recipe.fwd.accumulate, static.env)
 
 
 class _Residual(NamedTuple):
@@ -116,17 +154,12 @@ class _Residual(NamedTuple):
 
 
 @untouched
-def _forward(static, c, lhs, rhs, ranges, key, learns=True):
+def _forward(static, c, lhs, rhs, ranges, key):
     recipe = static.recipe
-    specs = (
-        c.number_axes(recipe.fwd.lhs, "lhs", lhs.shape),
-        c.number_axes(recipe.fwd.rhs, "rhs", rhs.shape),
-    )
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
     operands, kept = [], []
-    for name, x, spec, range_, slot in zip(
-        ("lhs", "rhs"), (lhs, rhs), specs, (ranges.lhs, ranges.rhs), slots
-    ):
+    sides = _sides(recipe, c, lhs, rhs, ranges)
+    for (name, x, spec, range_), slot in zip(sides, slots):
         x = _first_order_only(x)
         used = again = x
         mask = None
@@ -135,25 +168,20 @@ def _forward(static, c, lhs, rhs, ranges, key, learns=True):
                 range_ = calibrate(x, spec) if range_ is None else range_
                 mask = jnp.packbits(is_inside(x, range_), axis=-1)
             twice = None
-            if learns and range_ is None and isinstance(slot, Spec):
+            if range_ is None and isinstance(slot, Spec):
                 twice = _also_for_backward(c, static, name, x, spec)
             used, again = twice or choose.quantize(
                 x, spec, range_, key, (static.site, name),
-                summed=_summed_axes(c, name), both=learns and slot is REUSE,
-                env=static.env,
+                summed=_summed_axes(c, name), both=slot is REUSE, env=static.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
-            if learns and isinstance(again, QArray):
+            if isinstance(again, QArray):
                 label = KEPT if name == "lhs" else WEIGHT
                 again = again.map(lambda part, to=label: checkpoint_name(part, to))
         operands.append(used)
         dtype = x.dtype if is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
-    stored = [s for s, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
-    lhs, rhs = operands
-    of = dataclasses.replace(c, stored=tuple(stored))
-    out = contract(of, lhs, rhs, recipe.fwd.accumulate, static.env)
-    out = checkpoint_name(out, OUT) if learns else out
+    out = checkpoint_name(_contract(static, c, (lhs, rhs), operands), OUT)
     return out, (c, *kept, ranges.g, key)
 
 

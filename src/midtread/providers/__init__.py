@@ -3,7 +3,9 @@
 qt.py              QtProvider: quantization-aware and quantized training
 static.py          StaticProvider: the same with ranges that were measured before
 delayed.py         DelayedFp8Provider: fp8 with scales from earlier steps
-ptq.py             PtqProvider: serving; quantize_variables
+ptq.py             PtqProvider: serving
+float_weights.py   weights that stay float under it, and why
+variables.py       quantize_variables: a Linen model and its variables in one call
 params.py          quantize_params: float parameters for a model under PtqProvider
 prequantized.py    parameters that were quantized elsewhere
 lora.py            LoraProvider: adapters beside frozen weights, quantized or not

@@ -10,8 +10,6 @@ Gradients flow straight through quantized activations, so that adapters can be t
 """
 
 import functools
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -24,14 +22,9 @@ from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
-from midtread.model.quantize import abstract_call, quantize_model, split_arrays
+from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import (
-    computed_from,
-    origin_is_hidden,
-    outer_module,
-    params_near,
-)
+from midtread.model.weights import outer_module
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -46,13 +39,10 @@ from midtread.ops import witness
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import look_up, number_table_axes
-from midtread.ops.recipe import Fwd, Recipe
-from midtread.ops.training import Ranges, train
-from midtread.providers.params import (
-    check_data,
-    quantize_like,
-    quantize_params,
-)
+from midtread.ops.recipe import Fwd
+from midtread.ops.training import Ranges, serve
+from midtread.providers.float_weights import FloatWeights
+from midtread.providers.params import check_data, quantize_like
 
 # Linen modules that give the layer inside them functions of its parameters.
 REWRITES = (nn.WeightNorm, nn.SpectralNorm)
@@ -92,12 +82,8 @@ class PtqProvider(QuantizationProvider):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._not_carried: dict[str, str] = {}  # a weight that stays float -> why
-        self._bridged: set[str] = set()  # weights of Linen modules inside an NNX model
-        # path -> (shape, number of shards) of operands whose origin is not known
-        self._hidden: dict[str, set[tuple[tuple[int, ...], int]]] = {}
-        # a weight rule that matched -> (it met a weight, a path where it matched)
-        self._met: dict[int, tuple[bool, str]] = {}
+        self._float = FloatWeights()
+        self.stays_float = self._float.reasons
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         rule = super()._init_rule(rule)
@@ -187,11 +173,11 @@ class PtqProvider(QuantizationProvider):
                 if rule.act_static_scale:
                     placed = c.number_axes(spec, side, x.shape)
                     ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
-        recipe = Recipe(Fwd(**specs, accumulate=asked.accumulate), mask_clipped=False)
+        fwd = Fwd(**specs, accumulate=asked.accumulate)
         if all(isinstance(x, QArray) for x in sides.values()):
             # Two weights: one of them is quantized for another matmul than this one.
             sides = {side: dequantize(x) for side, x in sides.items()}
-        return train(c, recipe, sides["lhs"], sides["rhs"], Ranges(**ranges))
+        return serve(c, fwd, sides["lhs"], sides["rhs"], Ranges(**ranges))
 
     def _check_format(self, box: WithAux, spec: Spec | None) -> None:
         """Refuses a weight that is stored in another format than its rule asks for."""
@@ -232,7 +218,7 @@ class PtqProvider(QuantizationProvider):
             found = module, name, next(ways, [])  # none: it was found by its shape
         if found is None or not self._is_of_model(*found[:2]):
             if found is not None and _is_bridged(found[0], running.call_of(self).model):
-                self._bridged.add(_path(*found[:2]))
+                self._float.note_bridged(*found[:2])
             return None
         owner, name, moves = found
         seen = as_seen(flaxlib.params_of(owner)[name], x, moves)
@@ -241,26 +227,12 @@ class PtqProvider(QuantizationProvider):
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
         """Notes whether an op that a weight rule matched has a weight."""
         index = next(i for i, known in enumerate(self._rules) if known is rule)
-        path = flaxlib.path_of(intercept.current_module())
-        before, path = self._met.get(index, (False, path))
-        self._met[index] = before or is_met, path
+        self._float.note_met(index, is_met, intercept.current_module())
 
     def _note_computed(self, operands: list[jax.Array]) -> None:
         """Notes the parameters that operands are functions of: these stay float."""
         module = intercept.current_module()
-        path, call = flaxlib.path_of(module), running.call_of(self)
-        known = params_near(call, module)
-        for x in operands:
-            found = computed_from(call, known, x)
-            for _, owner, name in found:
-                self._note_float(owner, name, "is computed from")
-            *_, last = intercept.ancestors(flaxlib.unbox(x))
-            if not found and origin_is_hidden(last, flaxlib.params_of(module)):
-                shape = tuple(x.shape), _num_shards()
-                self._hidden.setdefault(path, set()).add(shape)
-
-    def _note_float(self, owner: Any, name: str, why: str) -> None:
-        self._not_carried.setdefault(_path(owner, name), why)
+        self._float.note_computed(running.call_of(self), module, operands)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
         """Not so for a Linen module applied by hand to what the model computed, nor for
@@ -298,7 +270,7 @@ class PtqProvider(QuantizationProvider):
             return quantize_by_spec(x, how)
         kept = stored(how, held.shape, moves)
         if kept is None:
-            self._note_float(module, name, "cuts the tiles or scales of")
+            self._float.note(module, name, "cuts the tiles or scales of")
             return None
         is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
         shape, stored_how, moves = kept
@@ -345,50 +317,7 @@ class PtqProvider(QuantizationProvider):
         return super().process_model_output(method_name, model_output)
 
     def float_weights_text(self) -> str:
-        texts = []
-        left = {
-            "/".join(map(str, path)): tuple(param.shape)
-            for path, param in flaxlib.all_params(running.call_of(self).model)
-            if not _is_box(param) and len(param.shape) > 1
-        }
-        names = [name for name in self._not_carried if name in left]
-        if names:
-            texts.append(
-                f"weights that stay float: {', '.join(names)}. What is multiplied "
-                f"{self._not_carried[names[0]]} them: codes follow casts, reshapes, "
-                "transposes, slices at whole tiles, indices, repeats and signs of one "
-                "parameter, and nothing else"
-            )
-        if names := sorted(self._bridged):
-            texts.append(
-                f"weights that stay float: {', '.join(names)}. They are in a Linen module "
-                "bridged to NNX, whose variables go back to Linen: quantize it as a Linen "
-                "model (mt.quantize_variables), or write its layers in NNX"
-            )
-        for path, found in self._hidden.items():
-            names = [
-                name
-                for name, shape in left.items()
-                if any(_is_shard(part, shape, shards) for part, shards in found)
-            ]
-            if names:
-                texts.append(
-                    f"weights that stay float: {', '.join(names)}, or arrays of that shape. "
-                    f"They reach a matmul in {path!r} as arguments of a jit or shard_map, "
-                    "where nobody knows whose they are: pass the module, or let the "
-                    "function close over the parameter"
-                )
-        for index, (is_met, path) in self._met.items():
-            rule = self._rules[index]
-            is_idle = not is_met and recipe_of(rule, False, True).fwd.lhs is None
-            if is_idle and left:
-                texts.append(
-                    f"rule {index}, module_path={rule.module_path!r}, quantized no weight: "
-                    f"nothing that {path!r} multiplies by is a parameter. Float are "
-                    f"{', '.join(left)}: match where one of them is multiplied as it is "
-                    "stored, or drop the rule"
-                )
-        return ". ".join(texts)
+        return self._float.text(running.call_of(self).model, self._rules)
 
     # What a layer does to its parameter before it multiplies.
 
@@ -465,85 +394,6 @@ class PtqProvider(QuantizationProvider):
         """For subclasses: adds what the abstract run added besides boxes."""
 
 
-def quantize_variables(
-    model: nn.Module,
-    provider: PtqProvider,
-    variables: Mapping[str, Any],
-    *model_inputs: Any,
-    method: str = "__call__",
-    **model_inputs_kwargs: Any,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Quantizes a Linen model and its variables in one call.
-
-    It is `quantize_model`, `init` on shapes alone and `quantize_params`, which remain for a
-    checkpoint that is read in parts. An NNX model needs `quantize_model` alone.
-
-    >>> from midtread.model.rules import QuantizationRule
-    >>> model, x = nn.Dense(4), jnp.ones((2, 8))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> provider = PtqProvider([QuantizationRule(weight_qtype="int8")])
-    >>> served, variables = quantize_variables(model, provider, variables, x)
-    >>> served.apply(variables, x).shape, variables["params"]["kernel"].array.qtype.name
-    ((2, 4), 'int8')
-
-    Args:
-        model: a Linen module.
-        provider: its rules say which parameters become codes, and which.
-        variables: {"params": float parameters, ...} as `init` gives them and `apply` takes
-            them. "quant_stats" of a model under QtProvider become static scales; other
-            collections stay as they are.
-        model_inputs: inputs as the method takes them; shapes are enough.
-        method: the method that runs quantized.
-        model_inputs_kwargs: further inputs by name.
-
-    Returns:
-        (the model under the provider, variables for its `apply`)
-
-    Raises:
-        TypeError: The model is no Linen module, or the provider does not serve.
-        ValueError: No "params" among the variables, parameters that do not fit the model
-            or are missing, or no statistics for a static scale.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"quantize_variables takes a Linen module, not {type(model).__name__}: for an NNX "
-            "model write mt.quantize_model(model, provider, *inputs), which holds its own."
-        )
-    if not isinstance(provider, PtqProvider):
-        raise TypeError(
-            f"{type(provider).__name__} keeps float parameters: give a PtqProvider, or write "
-            "mt.quantize_model(model, provider) and use the variables as they are."
-        )
-    if "params" not in variables:
-        raise ValueError(
-            f"the variables have {sorted(variables)} and no 'params': pass all of them, "
-            "{'params': ...}, not the parameters alone."
-        )
-    served = quantize_model(model, provider, methods=(method,))
-    arrays, rebuild = split_arrays(model_inputs, model_inputs_kwargs)
-
-    def init(key: jax.Array, arrays: list) -> Any:
-        args, named = rebuild(arrays)
-        return served.init({"params": key}, *args, method=method, **named)
-
-    shapes = jax.eval_shape(init, jax.random.key(0), arrays)["params"]
-    stats = variables.get("quant_stats")
-    params = quantize_params(variables["params"], shapes, stats)
-    missing = _paths(shapes) - _paths(params)
-    if missing:
-        raise ValueError(
-            f"the variables lack parameters of the model: {', '.join(sorted(missing))}."
-        )
-    kept = {k: v for k, v in variables.items() if k != "quant_stats"}
-    return served, {**kept, "params": params}
-
-
-def _paths(params: Mapping[str, Any]) -> set[str]:
-    """The paths of a tree's parameters, 'encoder/kernel'."""
-    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(params), sep="/")
-    return set(flat)
-
-
 def _is_abstract(model: nnx.Module) -> bool:
     """Made by nnx.eval_shape: shapes in the place of arrays."""
     leaves = jax.tree.leaves(nnx.state(model))
@@ -585,27 +435,6 @@ def _is_bridged(module: Any, model: Any) -> bool:
     if isinstance(module, nnx.bridge.ToNNX):
         return True
     return isinstance(module, nn.Module) and isinstance(model, nnx.Module)
-
-
-def _path(module: Any, name: str) -> str:
-    """The path of a parameter, 'encoder/kernel'."""
-    return "/".join(filter(None, (flaxlib.path_of(module), name)))
-
-
-def _num_shards() -> int:
-    """How many shards an array may be cut into here: 1 outside of shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
-
-
-def _is_shard(part: tuple[int, ...], shape: tuple[int, ...], shards: int) -> bool:
-    """Whether an array of shape `part` can be a shard, of so many, of one of `shape`."""
-    if len(part) != len(shape) or 0 in part:
-        return False
-    cut = [divmod(whole, one) for whole, one in zip(shape, part)]
-    return not any(rest for _, rest in cut) and not shards % math.prod(
-        n for n, _ in cut
-    )
 
 
 def _is_box(x: Any) -> bool:
