@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from midtread.model import running
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops.context import here
 
@@ -531,6 +532,13 @@ def made_by(x: Any) -> Made | None:
         index = next((i for i, v in enumerate(parent.outvars) if v is x.val), 0)
         operands = list(parent.in_tracers)
         return Made(parent.primitive.name, parent.params, operands, index)
+    recipe = x.recipe if _has(type(x), "recipe") else None  # of nn.scan's first trace
+    if hasattr(recipe, "in_tracers"):
+        results = [result() for result in recipe.out_tracer_refs]
+        index = next((i for i, result in enumerate(results) if result is x), 0)
+        return Made(
+            recipe.primitive.name, recipe.params, list(recipe.in_tracers), index
+        )
     if _has(type(x), "get_const"):
         const = x.get_const()
         return None if const is None or const is x else Made("copy", {}, [const])
@@ -550,6 +558,8 @@ def _turns(primitive: str, params: dict[str, Any]) -> list | None:
     computes something instead of moving it."""
     if primitive == "transpose":
         return [params["permutation"]]
+    if primitive == "convert_element_type" and not is_wide(params["new_dtype"]):
+        return None  # it rounds: what comes of it is a function of the operand
     if primitive in ("jit", "pjit"):
         jaxpr = params["jaxpr"].jaxpr
         if len(jaxpr.outvars) != 1:

@@ -28,6 +28,7 @@ from midtread.model.quantize import abstract_call, quantize_model, split_arrays
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import (
     computed_from,
+    note_given,
     origin_is_hidden,
     outer_module,
     params_near,
@@ -397,13 +398,9 @@ class PtqProvider(QuantizationProvider):
         held = module.get_variable("params", name)
         if isinstance(held, WithAux):
             return flaxlib.unbox(held)
-        made = nn.Module.param(module, name, *args, **kwargs)
-        array = intercept.unwrap(flaxlib.unbox(made))
-        if hasattr(array, "dtype"):
-            given = running.call_of(self).notes.setdefault("given", {})
-            given[id(array)] = array, module, name
-            intercept.remember(array)
-        return made
+        param = nn.Module.param(module, name, *args, **kwargs)
+        note_given(running.call_of(self), module, name, param)
+        return param
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
         if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
