@@ -711,6 +711,18 @@ def test_a_function_of_a_weight_gets_no_adapters():
     assert not hasattr(model, "w_lora_a") and model(x)[0, 0] == 8
 
 
+def test_adapters_go_beside_the_weights_of_a_checkpoint():
+    x, layer = jnp.ones((2, 8)), nn.Dense(4)
+    params = layer.init(jax.random.key(0), x)["params"]
+    model = apply_lora_to_model(layer, LoraProvider(rank=2, alpha=2.0))
+    with pytest.raises(ValueError, match="no kernel_lora_a. `init` of .*mt.with_lora"):
+        model.apply({"params": params}, x)
+    made = model.init(jax.random.key(1), x)["params"]
+    tuned = with_lora(params, lora_params(made))
+    out = model.apply({"params": tuned}, x)
+    np.testing.assert_allclose(out, layer.apply({"params": params}, x), rtol=1e-6)
+
+
 def test_two_forms_that_cannot_be_told_are_refused():
     TWO_FORMS["unknown"] = (4, 16), lambda w: w.T.reshape(8, 8)
     x, provider = jnp.ones((2, 8)), LoraProvider(rank=2, alpha=2.0)

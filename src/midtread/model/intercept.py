@@ -197,7 +197,7 @@ def install() -> None:
         if _originals:
             return
         plain = [n for n, op in OPS.items() if op.kind not in (BEHIND_JIT, RULE)]
-        originals = {name: _swap_code(name, _function(name)) for name in plain}
+        originals = {name: _catch(name, OPS[name].path) for name in plain}
         for name, spelling in _BEHIND_JIT.items():
             originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
@@ -231,14 +231,20 @@ def watch(path: str) -> str:
     with _install_lock:
         if name in _originals:
             return name
-        parent, attribute = resolve(path)
-        fn = getattr(parent, attribute)
-        if isinstance(fn, types.FunctionType) and not fn.__closure__:
-            _originals[name] = _swap_code(name, fn)
-        else:  # an object that jit made, for instance, aliases of which are not caught
-            _originals[name] = fn
-            setattr(parent, attribute, _dispatching(name, fn))
+        _originals[name] = _catch(name, path)
     return name
+
+
+def _catch(name: str, path: str) -> Callable:
+    """Makes the function at a path dispatch, and returns one that does as it did."""
+    parent, attribute = resolve(path)
+    fn = getattr(parent, attribute)
+    if isinstance(fn, types.FunctionType) and not fn.__closure__:
+        return _swap_code(name, fn)
+    # An object that jit made, or a function that another library wrapped: then aliases of it
+    # are not caught.
+    setattr(parent, attribute, _dispatching(name, fn))
+    return fn
 
 
 def resolve(path: str) -> tuple[Any, str]:

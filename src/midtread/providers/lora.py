@@ -392,7 +392,7 @@ class LoraProvider(PtqProvider):
             )
             make = _Maker(rule, weight, init, shape, dtype, factors.origins(axes))
             if isinstance(module, nn.Module):
-                adapter = module.scope.param(name, lambda key: make(key, base))
+                adapter = self._linen_adapter(module, name, make, base)
             elif self._plan is not None:  # only shapes count now
                 self._plan.setdefault((*module._path, name), make)
                 adapter = make(jax.random.key(0), base)
@@ -410,6 +410,17 @@ class LoraProvider(PtqProvider):
                 f"rule's rank {rule.rank} asks for {shape}."
             )
         return adapter
+
+    def _linen_adapter(self, module: nn.Module, name: str, make, base: Any) -> Any:
+        try:
+            return module.scope.param(name, lambda key: make(key, base))
+        except flax.errors.ScopeParamNotFoundError:
+            path = join(flaxlib.path_of(module), name)
+            raise ValueError(
+                f"the parameters have no {path}. `init` of this model makes adapters: "
+                "mt.with_lora(params, mt.lora_params(model.init(key, x)['params'])) puts "
+                "them beside the weights that you have."
+            ) from None
 
     # In NNX adapters are made where an abstract run wants them, in the order of that run.
 

@@ -311,7 +311,7 @@ class PtqProvider(QuantizationProvider):
                 return None
             raise ValueError(
                 "It seems you're feeding an unquantized param to a quantized model: "
-                f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
+                f"{_path(module, name)} is float. Pass it through quantize_variables or "
                 "quantize_params first."
             )
         value = quantize_by_spec(held.reshape(shape).astype(x.dtype), stored_how)
