@@ -248,6 +248,19 @@ def test_interceptors_by_hand():
         manager.deactivate_interceptor(sine)
 
 
+def test_interceptors_of_code_objects():
+    manager = models.interception_manager
+    by_code = models.Interceptor({"jax.lax.sin.__code__": lambda x: x + 1}, 12346)
+    manager.activate_interceptor(by_code)
+    try:
+        assert jax.lax.sin(1.0) == 2
+    finally:
+        manager.deactivate_interceptor(by_code)
+    twice = {f"jax.nn.{name}._fun.__code__": abs for name in ("swish", "silu")}
+    with pytest.raises(ValueError, match="are one function"):
+        manager.activate_interceptor(models.Interceptor(twice, 12347))
+
+
 def test_what_is_known_of_an_object():
     x = jnp.ones(3)
     models.set_aux(x, "a", 1)

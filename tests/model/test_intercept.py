@@ -1,6 +1,7 @@
 """Every spelling of a contraction reaches the provider, wherever it is called from."""
 
 import functools
+import sys
 import threading
 import types
 
@@ -288,6 +289,17 @@ def test_private_names_are_still_there():
         return y
 
     jax.jit(body)(X)
+
+
+def test_functions_that_others_wrapped_are_caught(monkeypatch):
+    """Kauldron wraps flax.linen.Module.param before we see it."""
+    factor = 2
+    outer = types.SimpleNamespace(double=lambda x: factor * x)
+    monkeypatch.setitem(sys.modules, "outer", outer)
+    name = intercept.watch("outer.double")
+    with intercept.active(mt.QtProvider([]), {name: lambda x: x + 1}):
+        assert outer.double(5) == 6
+    assert outer.double(5) == 10
 
 
 def test_what_qwix_does_not_count_is_numbered_after_what_it_does():

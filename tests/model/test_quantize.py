@@ -405,7 +405,7 @@ def test_a_rule_for_no_op_there_is_told_which_ops_there_are():
     ]
     model = mt.quantize_model(nn.Dense(4), mt.PtqProvider(rules))
     ops = r"op_names=\('dot_genral',\); ops there: dot_general; rule 1"
-    with pytest.warns(UserWarning, match=rf"{ops}.* paths near it: \[''\]"):
+    with pytest.warns(UserWarning, match=rf"{ops}.* near it: \[''\] \(''"):
         model.init(jax.random.key(0), X)
 
 
@@ -421,6 +421,23 @@ def test_a_rule_for_no_op_there_is_told_which_ops_there_are():
             lambda: mt.quantize_model(nn.Dense(4), "int8"),
             TypeError,
             "should be a QuantizationProvider",
+        ),
+        (
+            lambda: mt.quantize_model(nn.Dense(4), [mt.QtRule()]),
+            TypeError,
+            r"write mt.PtqProvider\(rules\)",
+        ),
+        (
+            lambda: mt.quantize_model(nn.Dense, mt.QtProvider([])),
+            ValueError,
+            "Dense is a class. Give an instance",
+        ),
+        (
+            lambda: mt.quantize_params(
+                {"w": mt.WithAux(mt.quantize(X, "int8"), mt.Spec("int8"))}, {}
+            ),
+            TypeError,
+            "w is a WithAux. It is quantized already",
         ),
         (
             lambda: mt.quantize_model(nn.Dense(4), mt.QtProvider([]), X),
@@ -462,7 +479,7 @@ def test_float_params_in_a_ptq_model_are_refused():
         nn.Dense(8), mt.PtqProvider([mt.QuantizationRule(**INT8)])
     )
     with pytest.raises(
-        ValueError, match="feeding an unquantized param .*/kernel is float"
+        ValueError, match="feeding an unquantized param .*: kernel is float"
     ):
         model.apply(nn.Dense(8).init(jax.random.key(0), X), X)
 

@@ -170,6 +170,11 @@ def test_one_op_may_be_named_without_a_tuple():
     assert not rule.matches("a", "ein")
 
 
+def test_a_field_of_another_rule_is_said_to_be_one():
+    with pytest.raises(TypeError, match="'bwd_qtype'. mt.QtRule has it: write that"):
+        mt.QuantizationRule(weight_qtype="int8", bwd_qtype="int8")
+
+
 @pytest.mark.parametrize("kind", [mt.QuantizationRule, mt.QtRule, mt.LoraRule])
 def test_a_field_that_does_not_exist_is_named_with_the_nearest(kind):
     with pytest.raises(

@@ -448,6 +448,11 @@ def test_small_arrays_are_measured_in_bytes():
     )
 
 
+def test_sizes_are_in_a_unit_that_tells_them_apart():
+    assert "60.1 kB (was 240.0)" in repr(quantize(jnp.ones((3000, 20)), "int8", channelwise_axes=[1]))  # fmt: skip
+    assert "1.1 MB (was 4.2)" in repr(quantize(jnp.ones((1024, 1024)), "int8", channelwise_axes=[1]))  # fmt: skip
+
+
 def test_a_format_that_is_nearly_right():
     with pytest.raises(ValueError, match="Did you mean 'int8'"):
         quantize(jnp.ones(4), "int_8")

@@ -668,6 +668,71 @@ class Turned(nn.Module):
         return x @ w.T
 
 
+TWO_FORMS = {
+    "transposed": ((12, 8), lambda w: w.T),
+    "square": ((8, 8), lambda w: w.T),
+    "reshaped": ((4, 16), lambda w: w.reshape(8, 8)),
+}
+
+
+class TwoForms(nnx.Module):
+    """Multiplies by one weight twice, the first time in another form."""
+
+    def __init__(self, name):
+        shape, self.form = TWO_FORMS[name]
+        self.w = nnx.Param(jax.random.normal(jax.random.key(0), shape))
+
+    def __call__(self, x):
+        y = x @ self.form(self.w[...])
+        return y + jnp.sum(jnp.ones((1, self.w.shape[0])) @ self.w[...])
+
+
+@pytest.mark.parametrize("qtype", [None, "int8"])
+@pytest.mark.parametrize("name", TWO_FORMS)
+def test_a_weight_in_two_forms_has_one_correction(name, qtype):
+    x = jax.random.normal(jax.random.key(1), (2, 8))
+    provider = LoraProvider(rank=2, alpha=2.0, weight_qtype=qtype)
+    model = apply_lora_to_model(TwoForms(name), provider, x, rngs=nnx.Rngs(0))
+    model.w_lora_b[...] = jnp.ones(model.w_lora_b.shape)
+    merged = merge_lora(model, provider)
+    np.testing.assert_allclose(merged(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_function_of_a_weight_gets_no_adapters():
+    class Rounds(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full((8, 8), 1.5))
+
+        def __call__(self, x):
+            return x @ self.w[...].astype(int).astype(float)
+
+    x, provider = jnp.ones((2, 8)), LoraProvider(rank=2, alpha=2.0)
+    model = apply_lora_to_model(Rounds(), provider, x, rngs=nnx.Rngs(0))
+    assert not hasattr(model, "w_lora_a") and model(x)[0, 0] == 8
+
+
+def test_adapters_go_beside_the_weights_of_a_checkpoint():
+    x, layer = jnp.ones((2, 8)), nn.Dense(4)
+    params = layer.init(jax.random.key(0), x)["params"]
+    model = apply_lora_to_model(layer, LoraProvider(rank=2, alpha=2.0))
+    with pytest.raises(ValueError, match="no kernel_lora_a. `init` of .*mt.with_lora"):
+        model.apply({"params": params}, x)
+    made = model.init(jax.random.key(1), x)["params"]
+    tuned = with_lora(params, lora_params(made))
+    out = model.apply({"params": tuned}, x)
+    np.testing.assert_allclose(out, layer.apply({"params": params}, x), rtol=1e-6)
+
+
+def test_two_forms_that_cannot_be_told_are_refused():
+    TWO_FORMS["unknown"] = (4, 16), lambda w: w.T.reshape(8, 8)
+    x, provider = jnp.ones((2, 8)), LoraProvider(rank=2, alpha=2.0)
+    try:
+        with pytest.raises(ValueError, match="w is multiplied by in two forms"):
+            apply_lora_to_model(TwoForms("unknown"), provider, x, rngs=nnx.Rngs(0))
+    finally:
+        del TWO_FORMS["unknown"]
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("qtype", [None, "nf4"])
 def test_a_transposed_weight(qtype, jit):

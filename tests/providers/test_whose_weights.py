@@ -60,6 +60,34 @@ class Tied(nn.Module):
         return (x + emb(jnp.arange(2))) @ emb.embedding.T
 
 
+class Multiplies(nn.Module):
+    @nn.compact
+    def __call__(self, x, w):
+        return x @ w
+
+
+class Gives(nn.Module):
+    """Multiplies by its weight in one child, and by the weight of another."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (8, 8))
+        return Multiplies()(x, w) @ nn.Embed(8, 8).embedding.T
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, "quant_stats": 0}
+        scan = nn.scan(
+            lambda self, x, _: (Gives()(x), None),
+            variable_axes=axes,
+            split_rngs={"params": True},
+            length=2,
+        )
+        return scan(self, x, None)[0]
+
+
 class Passed(nnx.Module):
     """Passes a child's weight to a shard_map."""
 
@@ -120,6 +148,27 @@ def test_linen_weight_of_a_child():
     codes = mt.quantize_params(params, shapes)
     assert isinstance(codes["emb"]["embedding"], mt.WithAux)
     assert_near(served.apply({"params": codes}, X), Tied().apply({"params": params}, X))
+
+
+@pytest.mark.parametrize("model", [Gives(), Stacked()], ids=["once", "scan"])
+def test_linen_weights_of_others_are_trained_as_they_are_served(model):
+    variables = model.init(jax.random.key(0), X)
+    served, codes = mt.quantize_variables(
+        model, mt.PtqProvider([RULE], strict=True), variables, X
+    )
+    trained = mt.QtProvider([mt.QtRule(weight_qtype="int8")])
+    np.testing.assert_allclose(
+        mt.quantize_model(model, trained).apply(variables, X),
+        served.apply(codes, X),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    # Statistics are of activations alone, in both traces that nn.scan makes.
+    rule = mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    static = mt.quantize_model(model, mt.QtProvider([rule]))
+    made = static.init(jax.random.key(0), X)
+    assert "rhs" not in str(jax.tree.structure(made["quant_stats"]))
+    static.apply(made, X)
 
 
 def test_a_weight_of_unknown_origin_is_told_of():

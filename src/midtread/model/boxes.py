@@ -45,6 +45,9 @@ class WithAux:
 
     is_boxed = True  # model/intercept.py routes matmuls of boxed operands
 
+    def __repr__(self) -> str:
+        return f"WithAux({self.array!r})"
+
     @property
     def value(self) -> "WithAux":
         return flaxlib.unbox(self)
@@ -155,7 +158,8 @@ class WithAux:
     def __array__(self, *_, **__):
         raise TypeError(
             f"a parameter is quantized ({self.how.format.name} {list(self.shape)}) and got where "
-            "an array is wanted: run the model under mt.PtqProvider, or mt.dequantize it."
+            "an array is wanted: run the model under mt.PtqProvider, with methods=(...) of "
+            "mt.quantize_model for another than __call__, or mt.dequantize it."
         )
 
     def __rmatmul__(self, other: Any) -> Any:

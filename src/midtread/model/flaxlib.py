@@ -220,7 +220,8 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
             raise ValueError(
                 f"{path_of(module)!r}: the variables have no {name!r} in {collection!r}. Give "
                 f"`apply` what `init` of this model makes, {{'params': ..., {collection!r}: "
-                f"...}}, or mutable=[{collection!r}] to gather it now."
+                f"...}}, or mutable=[{collection!r}] to gather it now. Layers under nn.scan or "
+                f"nn.vmap have it only with variable_axes={{..., {collection!r}: 0}}."
             ) from None
     elif hasattr(module, name):
         var = getattr(module, name)

@@ -41,6 +41,7 @@ from midtread.model.caught import (
     VIEWS,
     of_kind,
 )
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops.context import here
 
@@ -147,7 +148,7 @@ def install() -> None:
         if _originals:
             return
         plain = [n for n, op in OPS.items() if op.kind not in (BEHIND_JIT, RULE)]
-        originals = {name: _swap_code(name, _function(name)) for name in plain}
+        originals = {name: _catch(name, OPS[name].path) for name in plain}
         for name, spelling in _INSIDE_JIT.items():
             originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
@@ -181,14 +182,20 @@ def watch(path: str) -> str:
     with _install_lock:
         if name in _originals:
             return name
-        parent, attribute = resolve(path)
-        fn = getattr(parent, attribute)
-        if isinstance(fn, types.FunctionType) and not fn.__closure__:
-            _originals[name] = _swap_code(name, fn)
-        else:  # an object that jit made, for instance, aliases of which are not caught
-            _originals[name] = fn
-            setattr(parent, attribute, _dispatching(name, fn))
+        _originals[name] = _catch(name, path)
     return name
+
+
+def _catch(name: str, path: str) -> Callable:
+    """Makes the function at a path dispatch, and returns one that does as it did."""
+    parent, attribute = resolve(path)
+    fn = getattr(parent, attribute)
+    if isinstance(fn, types.FunctionType) and not fn.__closure__:
+        return _swap_code(name, fn)
+    # An object that jit made, or a function that another library wrapped: then aliases of it
+    # are not caught.
+    setattr(parent, attribute, _dispatching(name, fn))
+    return fn
 
 
 def resolve(path: str) -> tuple[Any, str]:
@@ -487,6 +494,13 @@ def made_by(x: Any) -> Made | None:
         index = next((i for i, v in enumerate(parent.outvars) if v is x.val), 0)
         operands = list(parent.in_tracers)
         return Made(parent.primitive.name, parent.params, operands, index)
+    recipe = x.recipe if _has(type(x), "recipe") else None  # of nn.scan's first trace
+    if hasattr(recipe, "in_tracers"):
+        results = [result() for result in recipe.out_tracer_refs]
+        index = next((i for i, result in enumerate(results) if result is x), 0)
+        return Made(
+            recipe.primitive.name, recipe.params, list(recipe.in_tracers), index
+        )
     if _has(type(x), "get_const"):
         const = x.get_const()
         return None if const is None or const is x else Made("copy", {}, [const])
@@ -506,6 +520,8 @@ def _turns(primitive: str, params: dict[str, Any]) -> list | None:
     computes something instead of moving it."""
     if primitive == "transpose":
         return [params["permutation"]]
+    if primitive == "convert_element_type" and not is_wide(params["new_dtype"]):
+        return None  # it rounds: what comes of it is a function of the operand
     if primitive in ("jit", "pjit"):
         jaxpr = params["jaxpr"].jaxpr
         if len(jaxpr.outvars) != 1:

@@ -314,7 +314,9 @@ class QuantizationProvider:
             kinds.setdefault(re.sub(r"(?<![^/])\d+(?![^/])", "#", path), path)
         paths = list(kinds.values())
         near = difflib.get_close_matches(rule.module_path, paths, 3, 0.3)
-        return f"paths near it: {near or paths[:3]}"
+        shown = [*near] or paths[:3]
+        is_root = " ('' is the model itself)" if "" in shown else ""
+        return f"paths near it: {shown}{is_root}"
 
     def fresh(self) -> "QuantizationProvider":
         """Returns a copy with the same rules that has seen no model and gives no warnings."""

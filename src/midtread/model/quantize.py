@@ -56,11 +56,21 @@ def quantize_model(
             with strict=True, a rule that matched nothing.
     """
     if not isinstance(provider, QuantizationProvider):
-        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+        is_bare = isinstance(provider, list | tuple | type)
+        hint = (
+            ": write mt.PtqProvider(rules) or mt.QtProvider(rules)" if is_bare else ""
+        )
+        raise TypeError(
+            f"provider should be a QuantizationProvider, not {provider!r}{hint}."
+        )
+    methods = (methods,) if isinstance(methods, str) else methods
     guards.install()
     if isinstance(model, nn.Module):
         if model_inputs or model_inputs_kwargs:
-            raise ValueError("Model inputs must not be provided for linen models.")
+            raise ValueError(
+                "Model inputs must not be provided for linen models: `init` and `apply` of "
+                "the model that is returned take them."
+            )
         if donate:
             raise ValueError(
                 "donate is for NNX models. A Linen model holds no parameters: drop each "
@@ -69,13 +79,21 @@ def quantize_model(
         return flaxlib.adopt_linen(model, provider, methods)
     if isinstance(model, nnx.Module):
         if not model_inputs and not model_inputs_kwargs:
-            raise ValueError("Model inputs must be provided for nnx models.")
+            raise ValueError(
+                "Model inputs must be provided for nnx models: write "
+                "mt.quantize_model(model, provider, x). Shapes are enough, "
+                "jax.ShapeDtypeStruct(shape, dtype)."
+            )
         if len(methods) != 1:
             raise ValueError("Only one method is supported for nnx models.")
         (method,) = methods
         if not donate:
             model = nnx.clone(model)  # new Variables over the same arrays
         return _quantize_nnx(model, provider, method, model_inputs, model_inputs_kwargs)
+    if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
+        raise ValueError(  # noqa: TRY004
+            f"Unsupported model type: {model.__name__} is a class. Give an instance of it."
+        )
     raise ValueError(
         f"Unsupported model type: {type(model)}. Midtread quantizes flax.linen and flax.nnx "
         "modules; for plain functions use quantize_function."

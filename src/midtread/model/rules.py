@@ -24,7 +24,7 @@ import difflib
 import functools
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from midtread.numerics import calibration
@@ -38,6 +38,14 @@ from midtread.ops.recipe import recipe as named_recipe
 FORMATS = ("weight_qtype", "act_qtype", "bwd_qtype")
 
 
+def _children(cls: type) -> Iterator[type]:
+    """Yields our classes that inherit from one of ours, directly or not."""
+    for child in cls.__subclasses__():
+        if child.__module__.startswith("midtread."):
+            yield child
+            yield from _children(child)
+
+
 def named_fields(cls: type) -> type:
     """Makes a dataclass's constructor name a field that does not exist, and the nearest."""
     init = cls.__init__
@@ -46,9 +54,13 @@ def named_fields(cls: type) -> type:
     def __init__(self, *args: Any, **fields: Any):
         known = sorted(field_names(cls))
         for name in fields.keys() - set(known):
-            raise TypeError(
-                f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}"
+            other = next((k for k in _children(cls) if name in field_names(k)), None)
+            hint = (
+                did_you_mean(name, known)
+                if other is None
+                else f"mt.{other.__name__} has it: write that instead."
             )
+            raise TypeError(f"{cls.__name__} has no field {name!r}. {hint}")
         init(self, *args, **fields)
 
     cls.__init__ = __init__

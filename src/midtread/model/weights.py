@@ -54,6 +54,14 @@ def find_part(call: Any, module: Any, x: Any) -> tuple[Any, str, list[Move]] | N
     return None
 
 
+def note_given(call: Any, module: Any, name: str, param: Any) -> None:
+    """Notes a parameter that Linen gives to a layer, which may pass it on to another."""
+    array = intercept.unwrap(flaxlib.unbox(param))
+    if hasattr(array, "dtype"):
+        call.notes.setdefault("given", {})[id(array)] = array, module, name
+        intercept.remember(array)
+
+
 def params_near(call: Any, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
     """Returns {id: (array, module that holds it, name)} of what a model can multiply by: what
     Linen gave out in this call, the module's own, and all that an NNX model holds."""

@@ -250,7 +250,7 @@ def _megabytes(q: QArray) -> str:
     was = q.size * q.dtype.itemsize
     if was < 1e3:
         return f"{q.nbytes} B (was {was})"
-    unit, name = (1e6, "MB") if was >= 1e5 else (1e3, "kB")
+    unit, name = (1e6, "MB") if was >= 1e6 else (1e3, "kB")
     return f"{q.nbytes / unit:.1f} {name} (was {was / unit:.1f})"
 
 
@@ -493,18 +493,20 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
     [0.9333333969116211, 0.5333333611488342]
 
     Args:
-        array: a QArray.
+        array: a QArray, or a quantized parameter of a model.
         dtype: the dtype of the result; None for the dtype of the scale.
 
     Returns:
         An array of the shape that was quantized.
     """
+    if getattr(type(array), "is_boxed", False):  # a parameter of a model
+        array = array.value.array
     if not isinstance(array, QArray):
-        what = getattr(array, "dtype", None)
+        dtype = getattr(array, "dtype", None)
+        what = f"a {type(array).__name__}" if dtype is None else f"an array of {dtype}"
         raise TypeError(
-            f"dequantize takes a QArray, not a {type(array).__name__}"
-            + ("" if what is None else f" of {what}, which is not quantized")
-            + ": mt.quantize makes one; of a parameter in a model take box.array."
+            f"dequantize takes a QArray or a quantized parameter, not {what}: "
+            "mt.quantize makes a QArray of an array."
         )
     validate(array)
     wide = wide_dtype(array.dtype)

@@ -30,7 +30,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names, named_fields
@@ -122,6 +122,25 @@ class Factors:
         positions = {label: i for i, label in enumerate(self.weight)}
         return tuple(positions.get(axis[:1]) for axis in axes)
 
+    @property
+    def parts(self) -> Any:
+        """Which axes of the stored weight A and B have: the same for two uses of it whose
+        corrections are the same function of A and B."""
+        turn = self.turn or range(len(self.weight))
+        stored = dict(zip(self.weight, turn))
+        extents = [self.extents[label] for _, label in sorted(zip(turn, self.weight))]
+        parts = [
+            [[stored.get(x) for x in axis] for axis in axes]
+            for axes in (self.a, self.b)
+        ]
+        return self.turn is None, extents, parts, self.groups
+
+    def seen(self, stored: jax.Array) -> jax.Array:
+        """Arranges an array like the stored weight as this use has it."""
+        turn = self.turn or tuple(range(len(self.weight)))
+        extents = [self.extents[label] for _, label in sorted(zip(turn, self.weight))]
+        return stored.reshape(extents).transpose(turn)
+
     def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Computes what the adapters add to the weight as it is stored, in float32."""
         a, b = (
@@ -202,14 +221,17 @@ class LoraProvider(PtqProvider):
         front = tuple(range(len(batch)))
         inner = tuple(range(len(batch), len(batch) + len(summed)))
 
-        def delta(x, a, b):
+        def by_factors(x, a, b):
             a, b = factors.split(a, factors.a), factors.split(b, factors.b)
             axes = (lhs_sum, inner), (lhs_batch, front)
             x = jax.lax.dot_general(x, a, axes, precision)
             axes = ((x.ndim - 1,), (len(batch),)), (front, front)
             return jax.lax.dot_general(x, b, axes, **options)
 
-        return self._add_delta(out, lhs, *match, factors, delta)
+        def by_weight(x, w):
+            return jax.lax.dot_general(x, w, dimension_numbers, **options)
+
+        return self._correct(out, lhs, match, factors, by_factors, by_weight)
 
     def einsum(self, subscripts: Any, /, *operands: Any, **kwargs) -> jax.Array:
         base = super().einsum
@@ -243,10 +265,13 @@ class LoraProvider(PtqProvider):
             with contextlib.suppress(flax.errors.TraceContextError):
                 setattr(module, name, text)  # people may want to look at it
 
-        def delta(x, a, b):
+        def by_factors(x, a, b):
             return jnp.einsum(text, x, a, b, **kwargs)
 
-        return self._add_delta(out, lhs, *match, factors, delta)
+        def by_weight(x, w):
+            return jnp.einsum(subscripts, x, w, **kwargs)
+
+        return self._correct(out, lhs, match, factors, by_factors, by_weight)
 
     def conv_general_dilated(self, lhs: Any, rhs: Any, *args, **kwargs) -> jax.Array:
         base = super().conv_general_dilated
@@ -275,7 +300,7 @@ class LoraProvider(PtqProvider):
         )
         factors = dataclasses.replace(factors, groups=groups)
 
-        def delta(x, a, b):
+        def by_factors(x, a, b):
             last = {k: options.get(k) for k in ("precision", "preferred_element_type")}
             first = {k: v for k, v in options.items() if k != "out_sharding"}
             x = jax.lax.conv_general_dilated(x, a, **first)
@@ -283,7 +308,10 @@ class LoraProvider(PtqProvider):
             last["out_sharding"] = options.get("out_sharding")
             return jax.lax.dot_general(x, b.astype(x.dtype), axes, **last)
 
-        return self._add_delta(out, lhs, *match, factors, delta)
+        def by_weight(x, w):
+            return jax.lax.conv_general_dilated(x, w, **options)
+
+        return self._correct(out, lhs, match, factors, by_factors, by_weight)
 
     def _here(self) -> str:
         return repr(flaxlib.path_of(intercept.current_module()))
@@ -297,25 +325,47 @@ class LoraProvider(PtqProvider):
         weight = _weight_of(self, intercept.current_module(), x)
         return None if weight is None else (rule, *weight)
 
-    def _add_delta(
-        self, out: jax.Array, x: Any, rule, name: str, turn, factors: Factors, delta
+    def _correct(
+        self,
+        out: jax.Array,
+        x: Any,
+        match: tuple[LoraRule, str, Any],
+        factors: Factors,
+        by_factors: Callable,
+        by_weight: Callable,
     ) -> jax.Array:
+        """Adds the correction of one use of a weight. `by_factors(x, a, b)` multiplies by the
+        small matrices. A weight that is used in two forms, as it is and transposed say, has
+        adapters for the first of them; `by_weight(x, w)` multiplies by what they add to it."""
+        rule, name, turn = match
         module, x = intercept.current_module(), _open(x)
         if isinstance(x, QArray):  # both operands are weights
             return out
         factors = dataclasses.replace(factors, turn=turn)
-        self._factors[join(flaxlib.path_of(module), name)] = factors
+        path = join(flaxlib.path_of(module), name)
+        first_uses = running.call_of(self).notes.setdefault("factors", {})
+        known = self._factors[path] = first_uses.setdefault(path, factors)
         a, b = (
-            self._adapter(module, rule, name, suffix, factors, axes, init)
+            self._adapter(module, rule, name, suffix, known, axes, init)
             for suffix, axes, init in zip(
                 ADAPTERS,
-                (factors.a, factors.b),
+                (known.a, known.b),
                 (rule.lora_a_initializer, rule.lora_b_initializer),
             )
         )
         x = x.astype(x.dtype if is_wide(x.dtype) else a.dtype)
         x = self._drop(module, rule, x)
-        correction = delta(x, a.astype(x.dtype), b.astype(x.dtype)) * rule.scale
+        if known.parts == factors.parts:
+            correction = by_factors(x, a.astype(x.dtype), b.astype(x.dtype))
+            correction = correction * rule.scale
+        elif known.turn is None or factors.turn is None:
+            raise ValueError(
+                f"{path} is multiplied by in two forms, one of them a reshape of a transpose: "
+                "adapters of one cannot correct the other. Leave one of the two out with "
+                "module_path or op_names."
+            )
+        else:
+            correction = by_weight(x, factors.seen(known.delta(a, b)).astype(x.dtype))
         return out + correction.astype(out.dtype)
 
     def _drop(self, module: Any, rule: LoraRule, x: jax.Array) -> jax.Array:
@@ -342,7 +392,7 @@ class LoraProvider(PtqProvider):
             )
             make = _Maker(rule, weight, init, shape, dtype, factors.origins(axes))
             if isinstance(module, nn.Module):
-                adapter = module.scope.param(name, lambda key: make(key, base))
+                adapter = self._linen_adapter(module, name, make, base)
             elif self._plan is not None:  # only shapes count now
                 self._plan.setdefault((*module._path, name), make)
                 adapter = make(jax.random.key(0), base)
@@ -360,6 +410,17 @@ class LoraProvider(PtqProvider):
                 f"rule's rank {rule.rank} asks for {shape}."
             )
         return adapter
+
+    def _linen_adapter(self, module: nn.Module, name: str, make, base: Any) -> Any:
+        try:
+            return module.scope.param(name, lambda key: make(key, base))
+        except flax.errors.ScopeParamNotFoundError:
+            path = join(flaxlib.path_of(module), name)
+            raise ValueError(
+                f"the parameters have no {path}. `init` of this model makes adapters: "
+                "mt.with_lora(params, mt.lora_params(model.init(key, x)['params'])) puts "
+                "them beside the weights that you have."
+            ) from None
 
     # In NNX adapters are made where an abstract run wants them, in the order of that run.
 
@@ -448,9 +509,21 @@ def _variable(module: Any, name: str) -> Any:
 
 def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] | None:
     """Returns (name, turn) of the parameter that `x` is, in a box or not; None if it is none."""
+    if not hasattr(x, "shape"):
+        return None
     if not isinstance(x, WithAux | QArray):
-        name = provider.find_param(module, x) if hasattr(x, "shape") else None
-        return None if name is None else (name, turn_of(module, name, x))
+        name = provider.find_param(module, x)
+        if name is not None:
+            return name, turn_of(module, name, x)
+        # These may be the values of a box, arranged as its codes cannot be.
+        opened = running.call_of(provider).notes.get("opened", {})
+        for source, turn in intercept.turned_ancestors(flaxlib.unbox(x)):
+            if id(source) in opened:
+                box = opened[id(source)][1]
+                found = _weight_of(provider, module, box)
+                is_as_stored = found and found[1] in ((), tuple(range(box.ndim)))
+                return (found[0], turn if is_as_stored else None) if found else None
+        return None
     in_linen = isinstance(module, nn.Module)
     boxes = module.variables.get("params", {}) if in_linen else vars(module)
     boxes = {k: flaxlib.unbox(v) for k, v in boxes.items() if isinstance(v, WithAux)}

@@ -72,9 +72,15 @@ def quantize_params(
     for path, param in flax.traverse_util.flatten_dict(params).items():
         name = "/".join(map(str, path))
         if not isinstance(param, jax.Array | np.ndarray):
+            is_codes = getattr(type(param), "is_boxed", False)
+            hint = (
+                "It is quantized already: start from the float parameters."
+                if is_codes
+                else "Use nn.unbox or nnx.to_pure_dict first."
+            )
             raise TypeError(
-                f"params is not a pure dict of arrays: {name} is a {type(param).__name__}. "
-                "Use nn.unbox or nnx.to_pure_dict first."
+                f"params is not a pure dict of arrays: {name} is a "
+                f"{type(param).__name__}. {hint}"
             )
         target = flaxlib.value_at(abstract_quantized_params, path)
         if target is None:

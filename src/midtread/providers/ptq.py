@@ -24,7 +24,7 @@ from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import outer_module
+from midtread.model.weights import note_given, outer_module
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -282,7 +282,7 @@ class PtqProvider(QuantizationProvider):
                 return None
             raise ValueError(
                 "It seems you're feeding an unquantized param to a quantized model: "
-                f"{flaxlib.path_of(module)}/{name} is float. Pass it through "
+                f"{_path(module, name)} is float. Pass it through quantize_variables or "
                 "quantize_params first."
             )
         value = quantize_by_spec(held.reshape(shape).astype(x.dtype), stored_how)
@@ -326,13 +326,9 @@ class PtqProvider(QuantizationProvider):
         held = module.get_variable("params", name)
         if isinstance(held, WithAux):
             return flaxlib.unbox(held)
-        made = nn.Module.param(module, name, *args, **kwargs)
-        array = intercept.unwrap(flaxlib.unbox(made))
-        if hasattr(array, "dtype"):
-            given = running.call_of(self).notes.setdefault("given", {})
-            given[id(array)] = array, module, name
-            intercept.remember(array)
-        return made
+        param = nn.Module.param(module, name, *args, **kwargs)
+        note_given(running.call_of(self), module, name, param)
+        return param
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
         if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up

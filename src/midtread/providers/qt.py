@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
-from midtread.model import caught, flaxlib, intercept
+from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
+from midtread.model.weights import note_given
 from midtread.numerics.calibration import statistic
 from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
@@ -52,7 +54,7 @@ class QtProvider(QuantizationProvider):
 
     rule_type = QtRule
     honours = field_names(QtRule)
-    ops = (*caught.CONTRACTIONS, "take", "getitem")
+    ops = (*caught.CONTRACTIONS, "take", "getitem", "param")
     _streams: dict | None = None  # the modules that want a key, while NNX is prepared
     # path of a module that rounds at random -> extents of the stack of layers that it is
     _stacks: Mapping[tuple, tuple[int, ...]] = MappingProxyType({})
@@ -111,6 +113,12 @@ class QtProvider(QuantizationProvider):
         name = self.find_param(module, x)
         part = self.find_part(module, x) if name is None else None
         return name if part is None else part[1]
+
+    def param(self, module: nn.Module, name: str, *args, **kwargs) -> Any:
+        """Gives out a parameter, which counts as a weight in other modules too."""
+        param = nn.Module.param(module, name, *args, **kwargs)
+        note_given(running.call_of(self), module, name, param)
+        return param
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
         """Looks up rows of an embedding's table, where a rule names look-ups."""

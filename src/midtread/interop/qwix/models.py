@@ -389,6 +389,22 @@ _identities: dict[int, QuantizationProvider] = collections.defaultdict(
 )
 
 
+def _handlers(interceptor: Interceptor) -> dict[str, Callable]:
+    """The replacements by the names that our engine has for what they replace. Qwix also
+    writes the path of a function's code, `jax.nn.silu._fun.__code__`: that is the function."""
+    handlers, paths = {}, {}
+    for path, fn in interceptor.items():
+        path = path.removesuffix(".__code__").removesuffix("._fun")
+        target = id(inspect.unwrap(get_attribute(path)))
+        if target in paths:
+            raise ValueError(
+                f"{path} and {paths[target]} are one function, and each is replaced."
+            )
+        paths[target] = path
+        handlers[intercept.watch(path)] = fn
+    return handlers
+
+
 Function = Callable[..., Any]
 PRIMITIVE_BIND_KEY = "jax._src.core.Primitive.bind"
 
@@ -411,7 +427,7 @@ class InterceptionManager:
     def activate_interceptor(self, interceptor: Interceptor) -> None:
         if self.is_active(interceptor):
             raise ValueError(f"the interceptor {interceptor.id} is active already.")
-        handlers = {intercept.watch(path): fn for path, fn in interceptor.items()}
+        handlers = _handlers(interceptor)
         stack = contextlib.ExitStack()
         stack.enter_context(intercept.active(_identities[interceptor.id], handlers))
         self._entered[interceptor.id] = stack
@@ -451,7 +467,7 @@ def wrap_func_intercepted(
         if running.is_active(identity) or not should_intercept():
             return func(*args, **kwargs)
         args, kwargs = input_transform(args, kwargs)
-        handlers = {intercept.watch(path): fn for path, fn in interceptor.items()}
+        handlers = _handlers(interceptor)
         with contextlib.ExitStack() as stack:
             stack.enter_context(intercept.active(identity, handlers))
             if disable_jit:
