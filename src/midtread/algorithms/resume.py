@@ -20,6 +20,8 @@ import numpy as np
 from midtread.algorithms.report import Row
 from midtread.numerics.qarray import QArray
 
+META = ("qtype", "logical")  # of a QArray: what is no array
+
 
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
@@ -69,7 +71,7 @@ class Kept:
     def write(self, number: int, q: QArray, row: Row, shift: Any = None) -> None:
         if self.folder is None:
             return
-        names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+        names = [f.name for f in dataclasses.fields(q) if f.name not in META]
         parts = {
             n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
         }
