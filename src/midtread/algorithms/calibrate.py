@@ -230,9 +230,8 @@ def calibrate(
         turns = rotate.plan(program, chosen, specs, options.rotate)
         floats = rotate.fold(program, floats, turns, options.rotate, specs, say)
     work = _Work(
-        program, floats, boxes, chosen, batches, before, rounding, after, options
+        program, floats, boxes, chosen, batches, before, rounding, after, options, turns
     )
-    work.turns = turns
     kept = Kept(folder, work, algorithms, loss)
     if work.needs_moments and options.weigh in BY_GRADIENT and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
@@ -315,17 +314,20 @@ class _Work:
     """One calibration: what is known, and what is solved so far."""
 
     def __init__(
-        self, program, floats, boxes, chosen, batches, before, rounding, after, options
-    ):
+        self, program, floats, boxes, chosen, batches, before, rounding, after, options,
+        turns,
+    ):  # fmt: skip
         self.program: Program = program
         self.floats, self.boxes, self.chosen = floats, boxes, chosen
         self.batches, self.before, self.rounding = batches, before, rounding
-        self.after, self.distances, self.turns = after, None, rotate.Plan()
+        self.after, self.distances, self.turns = after, None, turns
         self.biases: dict[tuple, jax.Array] = {}  # path -> the corrected one
         self.folds: list[fold.Fold] = []  # where factors of inputs go
         if {"smooth", "awq"} & set(before):
             specs = {n: boxes[site.path].how for n, site in chosen.items()}
-            self.folds = fold.find(program, chosen, specs)
+            # Inputs that are turned at run time are multiplied after that, not before.
+            still = {n: s for n, s in chosen.items() if n not in turns.online}
+            self.folds = fold.find(program, still, specs)
         self.fold_of = {n: f for f in self.folds for n in f.sites}
         # of folds whose first weight is solved, by its number
         self.factors: dict[int, jax.Array] = {}

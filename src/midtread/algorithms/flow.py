@@ -8,6 +8,8 @@ channels, a norm's scale say, may take a factor per channel.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from midtread.algorithms.program import Program, Site, is_literal
 from midtread.algorithms.reach import SAME
 
@@ -63,13 +65,25 @@ class Flow:
         whole = self.program.params[source.path].aval.shape
         return source if whole[len(source.layer) :] == (width,) else None
 
+    def scale(self, v: Any, width: int) -> Vector | None:
+        """The same, where `v` may be the parameter times what is constant along the axis."""
+        while not is_literal(v) and v not in self.paths and self.is_used_once(v):
+            eqn = self.made_by.get(v)
+            if eqn is None or eqn.primitive.name != "mul":
+                break
+            even = [is_constant_along_last(self, u) for u in eqn.invars]
+            if sum(even) != 1:
+                return None
+            v = eqn.invars[even.index(False)]
+        return None if is_literal(v) else self.vector(v, width)
+
     def table(self, v: Any, width: int) -> Vector | None:
         """The parameter whose last axis is that of `v`; None if something else uses it."""
         layer: tuple[int, ...] = ()
         offset = 0.0
         while v not in self.paths:
             eqn = self.made_by.get(v)
-            if eqn is None or v.aval.shape[-1:] != (width,):
+            if eqn is None or v.aval.shape[-1:] != (width,) or not self.is_used_once(v):
                 return None
             name = eqn.primitive.name
             if name == "add" and any(map(is_literal, eqn.invars)):
@@ -120,6 +134,17 @@ def is_constant_along_last(flow: Flow, v: Any) -> bool:
             return False
         v = eqn.invars[0]
     return True
+
+
+def is_zero(flow: Flow, v: Any) -> bool:
+    """Whether a variable is 0 all over, as the mean in a norm that has none."""
+    while not is_literal(v):
+        eqn = flow.made_by.get(v)
+        passing = (*SAME, "broadcast_in_dim", "reshape", "squeeze")
+        if eqn is None or eqn.primitive.name not in passing:
+            return False
+        v = eqn.invars[0]
+    return not np.any(np.asarray(v.val))
 
 
 def ends(site: Site) -> bool:

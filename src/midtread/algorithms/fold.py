@@ -24,7 +24,7 @@ import numpy as np
 
 from midtread.algorithms import bias, learn, reach
 from midtread.algorithms.flow import Flow, Vector, ends, owns_weight
-from midtread.algorithms.program import Program, Site
+from midtread.algorithms.program import Program, Site, is_literal
 from midtread.algorithms.weight import as_matrices, as_weight
 from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
@@ -91,10 +91,8 @@ def _into_norm(flow: Flow, x: Any, sites: tuple[int, ...]) -> Fold | None:
         if name in reach.SAME:
             v = eqn.invars[0]
         elif name in ("add", "mul"):
-            vectors = [
-                None if reach.is_literal(u) else flow.vector(u, width)
-                for u in eqn.invars
-            ]
+            look = flow.scale if name == "mul" else flow.vector
+            vectors = [None if is_literal(u) else look(u, width) for u in eqn.invars]
             if sum(u is not None for u in vectors) != 1:
                 return None
             index = int(vectors[0] is None)

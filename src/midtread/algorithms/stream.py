@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.flow import Flow, Vector, ends, is_constant_along_last
+from midtread.algorithms.flow import (
+    Flow,
+    Vector,
+    ends,
+    is_constant_along_last,
+    is_zero,
+)
 from midtread.algorithms.program import Program, is_literal
 from midtread.algorithms.reach import SAME
 from midtread.algorithms.weight import as_matrices, as_weight
@@ -108,6 +114,7 @@ def _pass(spaces: Spaces, eqn: Any, states: list) -> State | str | None:
 
 
 def _add(spaces: Spaces, eqn: Any, states: list) -> State | str | None:
+    flow = spaces.flow
     if any(s is not None and (s.scale or s.is_squared) for s in states):
         return f"{eqn.primitive.name!r} behind a norm's scale"
     if all(s is not None for s in states):
@@ -116,9 +123,11 @@ def _add(spaces: Spaces, eqn: Any, states: list) -> State | str | None:
         return State(spaces.join(states[0].space, states[1].space))
     which = int(states[0] is None)
     state, other = states[which], eqn.invars[1 - which]
+    if eqn.invars[which].aval.shape == eqn.outvars[0].aval.shape and is_zero(flow, other):
+        return state
     source = None
     if not is_literal(other):
-        source = spaces.flow.table(other, spaces.width[state.space])
+        source = flow.table(other, spaces.width[state.space])
     if source is None or source.offset:
         return f"something else is {'added' if eqn.primitive.name == 'add' else 'subtracted'}"
     spaces.add(spaces.tables, state.space, source)
@@ -138,7 +147,7 @@ def _multiply(spaces: Spaces, eqn: Any, states: list) -> State | str | None:
         return "something is divided by it"
     if is_constant_along_last(flow, other):
         return state
-    vector = flow.vector(other, spaces.width[state.space])
+    vector = flow.scale(other, spaces.width[state.space])
     if vector is None or eqn.primitive.name == "div" or state.is_squared:
         return "its channels are multiplied by something else than a norm's own scale"
     if state.scale is not None:
@@ -187,7 +196,7 @@ RULES: dict[str, Callable[[Spaces, Any, list], State | str | None]] = {
 
 def find(program: Program) -> tuple[list[Stream], dict[int, str]]:
     """The streams of a program that can be turned; and for others that some weights read,
-    {number of the first such site: why not}."""
+    {number of the first such site: why not}, the one that most weights read first."""
     spaces = Spaces(program)
     state = spaces.state
     roles = {
@@ -211,8 +220,12 @@ def find(program: Program) -> tuple[list[Stream], dict[int, str]]:
         out = rule(spaces, eqn, states) if rule else f"{eqn.primitive.name!r} is applied to it"  # fmt: skip
         if isinstance(out, str):
             for s in states:
-                if s is not None:
-                    spaces.spoil(s.space, out)
+                if s is None:
+                    continue
+                spaces.spoil(s.space, out)
+                # Who reads what comes of it is found all the same, to be told why not.
+                if eqn.outvars[0].aval.shape[-1:] == (spaces.width[s.space],):
+                    state[eqn.outvars[0]] = State(s.space)
         elif out is not None:
             state[eqn.outvars[0]] = out
     for v in program.outputs:
@@ -284,8 +297,9 @@ def _gathered(spaces: Spaces) -> tuple[list[Stream], dict[int, str]]:
             stream = Stream(spaces.width[space], tables, columns, tuple(rows))
             streams.append(stream)
         else:
-            reasons[rows[0][0]] = why
-    return streams, reasons
+            reasons[rows[0][0]] = len(rows), why
+    by_readers = sorted(reasons.items(), key=lambda item: -item[1][0])
+    return streams, {number: why for number, (_, why) in by_readers}
 
 
 def turned(
