@@ -214,7 +214,7 @@ def test_inputs_are_smoothed_before_they_are_quantized(key):
     wanted = rounded(smoothed, 1) @ rounded(weight, 0)
     far = lambda out: float(np.mean(np.square(out - np.asarray(model(x)))))
     np.testing.assert_allclose(made.model(x), wanted, rtol=1e-3, atol=2e-2)
-    assert far(made.model(x)) < 0.3 * far(mt.quantize_model(model, rules(), x)(x))
+    assert far(made.model(x)) < 0.6 * far(mt.quantize_model(model, rules(), x)(x))
 
 
 def test_a_killed_calibration_folds_the_same(key, tmp_path):

@@ -220,6 +220,7 @@ def calibrate(
     if len(targets) != len(batches):
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
     started = time.time()
+    _check_static(provider, before)
     quantized, boxes = served.quantize(model, provider, batches[0], params, method)
     program, floats = trace(model, batches[0], params=params, method=method)
     chosen = served.chosen_sites(program, boxes, rounding, before)
@@ -275,6 +276,17 @@ def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str, tuple[str, .
     before = tuple(name for name in algorithms if name in BEFORE)
     after = tuple(name for name in algorithms if name in AFTER)
     return before, rounds[0] if rounds else "round", after
+
+
+def _check_static(provider: PtqProvider, before: tuple[str, ...]) -> None:
+    """Refuses ranges of inputs that are found before the inputs are changed."""
+    changes = [name for name in before if name in ("rotate", "smooth", "awq")]
+    static = getattr(provider, "_rules", ())
+    if changes and any(rule.act_static_scale for rule in static):
+        raise ValueError(
+            f"{changes[0]} changes what a weight's inputs are, and act_static_scale has their "
+            "ranges from before: leave one of them out."
+        )
 
 
 def _weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:

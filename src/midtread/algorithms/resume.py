@@ -39,7 +39,9 @@ class Kept:
                 f"{self.folder} holds weights of another calibration (model, data, rules or "
                 "options differ): give another folder, or empty it."
             )
-        file.write_text(json.dumps(mine))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(mine))
+        partial.rename(file)
 
     def _file(self, number: int) -> pathlib.Path:
         assert self.folder is not None
