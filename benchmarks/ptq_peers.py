@@ -140,11 +140,16 @@ def run_torch(row: str, folder: pathlib.Path, tune: int) -> None:
     seconds = time.time() - began
     arrays = {}
     for name, module in model.named_modules():
-        if not name.startswith("model.layers") or getattr(module, "weight", None) is None:
+        if (
+            not name.startswith("model.layers")
+            or getattr(module, "weight", None) is None
+        ):
             continue
         w = module.weight
         scale = getattr(module, "weight_scale", None)
-        if scale is not None and w.ndim == 2:  # frozen scales; the weight may be float still
+        if (
+            scale is not None and w.ndim == 2
+        ):  # frozen scales; the weight may be float still
             from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
             args = module.quantization_scheme.weights
@@ -321,7 +326,9 @@ def main(words: list[str]) -> None:
     work = pathlib.Path(folder) / "peers"
     exported(floats, work, tune)
     best, _ = ptq_quality.judge(floats, floats, others)
-    print(f"{len(tune)} chunks to calibrate, {len(others)} to judge; int4 groups of {GROUP}")
+    print(
+        f"{len(tune)} chunks to calibrate, {len(others)} to judge; int4 groups of {GROUP}"
+    )
     print("| peer | perplexity | of float's | KL | time |\n|---|---|---|---|---|")
     print(f"| float | {best:.3f} | 1 | 0 | |", flush=True)
     for row in rows:

@@ -70,8 +70,8 @@ def test_places_are_read_off_the_program(key):
     x = jax.random.normal(key, (2, T, D))
     for norm in (nnx.RMSNorm, nnx.LayerNorm):
         traced, _, _, _, folds = planned(Block(norm), x)
-        name = lambda n: traced.sites[n].name.removesuffix("/kernel")
-        found = {tuple(map(name, f.sites)): f for f in folds}
+        names = [site.name.removesuffix("/kernel") for site in traced.sites]
+        found = {tuple(names[n] for n in f.sites): f for f in folds}
         assert {sites: f.name(traced) for sites, f in found.items()} == {
             ("attention/k", "attention/v", "attention/q"): "one/scale",
             ("attention/out",): "attention/v/kernel",
@@ -219,7 +219,10 @@ def test_inputs_are_smoothed_before_they_are_quantized(key):
 
 def test_a_killed_calibration_folds_the_same(key, tmp_path):
     x = jax.random.normal(key, (8, T, D))
-    named = {"algorithms": ["awq", "round"], "options": CalibrationOptions(weigh="none")}
+    named = {
+        "algorithms": ["awq", "round"],
+        "options": CalibrationOptions(weigh="none"),
+    }
     whole = calibrate(Block(), provider(), [x], **named)
 
     class Killed(Exception):
@@ -233,6 +236,8 @@ def test_a_killed_calibration_folds_the_same(key, tmp_path):
         calibrate(Block(), provider(), [x], folder=tmp_path, progress=kill, **named)
     again = calibrate(Block(), provider(), [x], folder=tmp_path, **named)
     same = jax.tree.map(
-        lambda a, b: bool((a == b).all()), nnx.state(whole.model), nnx.state(again.model)
+        lambda a, b: bool((a == b).all()),
+        nnx.state(whole.model),
+        nnx.state(again.model),
     )
     assert all(jax.tree.leaves(same))

@@ -145,9 +145,10 @@ def test_learned_codes_are_those_of_plain_steps(key):
         for i, slope in enumerate(slopes):
             mean[i] = 0.9 * mean[i] + 0.1 * slope
             square[i] = 0.99 * square[i] + 0.01 * slope**2
-        move = lambda i, rate: rate * (mean[i] / (1 - 0.9**number)) / np.sqrt(square[i] / (1 - 0.99**number))  # fmt: skip
-        units = np.clip(units - move(0, 0.05), -8.5, 7.5)
-        gain = gain - move(1, 0.002)
+        sizes = [np.sqrt(s / (1 - 0.99**number)) for s in square]
+        steps = [m / (1 - 0.9**number) / s for m, s in zip(mean, sizes)]
+        units = np.clip(units - 0.05 * steps[0], -8.5, 7.5)
+        gain = gain - 0.002 * steps[1]
     np.testing.assert_allclose(state.units, units, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(state.gain, gain, rtol=1e-3, atol=1e-5)
     made = learn.codes(state, q)

@@ -157,7 +157,9 @@ def test_learned_rotations_cost_less_and_are_rotations(key):
     G = np.asarray(jax.grad(cost)(R), np.float64)
     A = G @ np.asarray(R).T - np.asarray(R) @ G.T
     A /= np.linalg.norm(A)
-    step = lambda t: np.linalg.inv(np.eye(16) + t / 2 * A) @ (np.eye(16) - t / 2 * A) @ R
+    step = lambda t: (
+        np.linalg.inv(np.eye(16) + t / 2 * A) @ (np.eye(16) - t / 2 * A) @ R
+    )
     lengths = [0.5 / 2**n for n in range(8)]
     first = next(step(t) for t in lengths if cost(jnp.asarray(step(t))) < cost(R))
     np.testing.assert_allclose(rotate.learn(R, cost, 1), first, atol=1e-5)
@@ -211,7 +213,9 @@ def test_inputs_turned_online_spread_outliers(key):
     model, x = Gated(), jax.random.normal(key, (64, D))
     model.down.kernel[...] = model.down.kernel[...].at[2].mul(9.0)
     model.up.kernel[...] = model.up.kernel[...].at[:, 2].mul(1 / 9)
-    rule = mt.QuantizationRule(module_path="down", weight_qtype="int4", act_qtype="int8")
+    rule = mt.QuantizationRule(
+        module_path="down", weight_qtype="int4", act_qtype="int8"
+    )
     provider = lambda: mt.PtqProvider([rule])
     online = RotateOptions(places=("online",))
     options = CalibrationOptions(rotate=online, weigh="none")

@@ -97,7 +97,11 @@ def test_milliseconds_are_a_budget_by_what_was_measured(judged):
     sizes = [256, 256, 64]
     least, most = (sum(time(name, n) for n in sizes) for name in speeds)
     table = mt.allocate(
-        model, batches, ["int4", "int8"], milliseconds=least + 0.5 * (most - least), **on
+        model,
+        batches,
+        ["int4", "int8"],
+        milliseconds=least + 0.5 * (most - least),
+        **on,
     )
     spent = sum(time(c.format, c.size) for c in table.choices)
     assert least < spent <= least + 0.5 * (most - least)

@@ -62,9 +62,9 @@ from midtread.algorithms import (
 )
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.learn import LearnOptions
+from midtread.algorithms.offload import Store
 from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
 from midtread.algorithms.report import Report, Row
-from midtread.algorithms.offload import Store
 from midtread.algorithms.resume import Kept
 from midtread.algorithms.rotate import RotateOptions
 from midtread.algorithms.weight import as_matrices, over_inputs
@@ -693,9 +693,7 @@ class _Work:
             rounded = _cost(quantize_by_spec(goal, spec), goal, stats, axes)
         if factors is not None:
             spreads = over_inputs(factors, axes, w.shape)
-            full = [
-                1 if a in axes.kept else n for a, n in enumerate(q.qvalue.shape)
-            ]
+            full = [1 if a in axes.kept else n for a, n in enumerate(q.qvalue.shape)]
             q = q.replace(pre_scale=views.pad_to(spreads, full, 1))
         return q, float(cost), float(rounded)
 

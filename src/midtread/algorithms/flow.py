@@ -97,8 +97,8 @@ class Flow:
                 dims = eqn.params["broadcast_dimensions"]
                 if not dims or dims[-1] != v.aval.ndim - 1:
                     return None
-            elif name == "slice" and _start(eqn) is not None:
-                layer = (_start(eqn), *layer)
+            elif (start := _start(eqn)) is not None:
+                layer = (start, *layer)
             elif name not in (*SAME, "reshape", "squeeze"):
                 return None
             v = eqn.invars[0]

@@ -1,8 +1,8 @@
 """Offload: where activations lie between the stages of a calibration.
 
-    False           on the device
-    True, "host"    in host memory
-    "disk"          in files of a temporary folder, read as they are used, gone at the end
+False           on the device
+True, "host"    in host memory
+"disk"          in files of a temporary folder, read as they are used, gone at the end
 """
 
 import pathlib

@@ -188,7 +188,7 @@ def trace(
         graph, learned, rest = nnx.split(model, nnx.Param, ...)
         flat = {path: flaxlib.unbox(leaf) for path, leaf in nnx.to_flat_state(learned)}
 
-        def run(flat, arrays):
+        def run(flat, arrays) -> Any:
             boxes = dict(nnx.to_flat_state(learned))
             state = nnx.from_flat_state(
                 {path: boxes[path].replace(value) for path, value in flat.items()}
@@ -207,7 +207,7 @@ def trace(
         others = {k: v for k, v in params.items() if k != "params"}
         flat = flax.traverse_util.flatten_dict(tree)
 
-        def run(flat, arrays):
+        def run(flat, arrays) -> Any:
             marked = quantize_model(model, marker, methods=(method,))
             again, named = rebuild(arrays)
             variables = {"params": flax.traverse_util.unflatten_dict(flat), **others}
@@ -217,13 +217,15 @@ def trace(
         if method != "__call__":
             raise ValueError(f"a function has no method {method!r}: leave it out.")
         if params is None:
-            raise ValueError("a function needs its parameters: params=a tree of arrays.")
+            raise ValueError(
+                "a function needs its parameters: params=a tree of arrays."
+            )
         flat, put_back = open_params(params)
         unknown = [path for path, leaf in flat.items() if isinstance(leaf, QArray)]
         if unknown:
             raise ValueError(f"{'/'.join(unknown[0])} is quantized already.")
 
-        def run(flat, arrays):
+        def run(flat, arrays) -> Any:
             again, named = rebuild(arrays)
             return quantize_function(model, marker)(put_back(flat), *again, **named)
 

@@ -63,4 +63,6 @@ class Report:
             learned = (
                 f"learning took the outputs' distance from {before:.3g} to {after:.3g}",
             )
-        return "\n".join([table(lines, {2, 3, 4, 5} if counted else {2, 3, 4}), "", last, *learned])
+        return "\n".join(
+            [table(lines, {2, 3, 4, 5} if counted else {2, 3, 4}), "", last, *learned]
+        )

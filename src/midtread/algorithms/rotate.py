@@ -109,7 +109,10 @@ def rotation(width: int, key: jax.Array) -> jax.Array:
 
 
 def plan(
-    program: Program, chosen: Collection[int], specs: Mapping[int, Spec], options: RotateOptions
+    program: Program,
+    chosen: Collection[int],
+    specs: Mapping[int, Spec],
+    options: RotateOptions,
 ) -> Plan:
     """What can be turned among the chosen sites.
 
@@ -230,14 +233,18 @@ def fold(
             turned = {n: (lambda m, R: m @ R) for n in one.columns}
             turned |= {n: (lambda m, R: R.T @ m) for n, _ in one.rows}
             what = f"stream of {one.width}"
-            R = learn(R, _touched(program, params, turned, specs), options.steps, what, say)
+            R = learn(
+                R, _touched(program, params, turned, specs), options.steps, what, say
+            )
         params = stream.turned(program, params, one, R)
     for pair in turns.pairs:
         R = rotation(pair.width, jax.random.fold_in(key, pair.first))
         turned = {pair.first: _columns, **dict.fromkeys(pair.seconds, _rows)}
         if options.kind == "learned":
             what = program.sites[pair.first].name
-            R = learn(R, _touched(program, params, turned, specs), options.steps, what, say)
+            R = learn(
+                R, _touched(program, params, turned, specs), options.steps, what, say
+            )
         for number, turn in turned.items():
             change_weight(program, params, number, lambda m, turn=turn, R=R: turn(m, R))
         if pair.bias is not None:
@@ -259,7 +266,9 @@ def _rows(m: jax.Array, R: jax.Array) -> jax.Array:
 # --- learned ----------------------------------------------------------------------------------
 
 
-def _touched(program: Program, params, turned: Mapping[int, Callable], specs) -> Callable:
+def _touched(
+    program: Program, params, turned: Mapping[int, Callable], specs
+) -> Callable:
     """The cost of a rotation: what rounding the weights that it turns would."""
     pieces = [
         (weight_of(program, params, n), turn, specs[n], program.sites[n])

@@ -43,7 +43,9 @@ class Stream:
     width: int
     tables: tuple[Vector, ...]  # parameters whose last axis goes into the stream
     columns: tuple[int, ...]  # sites whose outputs do
-    rows: tuple[tuple[int, Vector | None], ...]  # sites that read it, behind which scale
+    rows: tuple[
+        tuple[int, Vector | None], ...
+    ]  # sites that read it, behind which scale
 
 
 class State(NamedTuple):
@@ -123,7 +125,9 @@ def _add(spaces: Spaces, eqn: Any, states: list) -> State | str | None:
         return State(spaces.join(states[0].space, states[1].space))
     which = int(states[0] is None)
     state, other = states[which], eqn.invars[1 - which]
-    if eqn.invars[which].aval.shape == eqn.outvars[0].aval.shape and is_zero(flow, other):
+    if eqn.invars[which].aval.shape == eqn.outvars[0].aval.shape and is_zero(
+        flow, other
+    ):
         return state
     source = None
     if not is_literal(other):
@@ -260,7 +264,9 @@ def _look_up(spaces: Spaces, eqn: Any) -> None:
         if is_row:
             space = spaces.new(width)
             spaces.state[out] = State(space)
-            spaces.spoil(space, "the table that it is looked up in is used elsewhere too")
+            spaces.spoil(
+                space, "the table that it is looked up in is used elsewhere too"
+            )
         return
     space = spaces.new(width)
     spaces.state[out] = State(space)
@@ -272,7 +278,9 @@ def _read(spaces: Spaces, state: State | None, number: int) -> None:
         return
     site = spaces.program.sites[number]
     if state.is_squared or not ends(site) or len(site.axes.summed) != 1:
-        spaces.spoil(state.space, f"{site.name} reads it in another way than by its rows")
+        spaces.spoil(
+            state.space, f"{site.name} reads it in another way than by its rows"
+        )
     else:
         spaces.add(spaces.rows, state.space, (number, state.scale))
 
