@@ -257,3 +257,101 @@ def test_a_loss_that_nothing_asks_for_is_refused():
         calibrate(Nnx(), rules(), [x], loss=loss, options=FLAT)
     with pytest.raises(ValueError, match="targets are for a loss"):
         calibrate(Nnx(), rules(), [x], targets=[x])
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_activations_lie_where_they_are_asked_to(where, key, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, batches = Nnx(), [jax.random.normal(key, (40, D))]
+    seen = []
+    look = lambda line: seen.append(len(list(tmp_path.glob("*/*.raw"))))
+    options = CalibrationOptions(weigh="none", offload=where, histograms=True)
+    names = ["correct", "gptq"]
+    made = calibrate(
+        model, rules(), batches, algorithms=names, options=options, progress=look
+    )
+    plain = calibrate(model, rules(), batches, algorithms=names, options=FLAT)
+    same = jax.tree.map(
+        lambda a, b: bool((a == b).all()), nnx.state(made.model), nnx.state(plain.model)
+    )
+    assert all(jax.tree.leaves(same))
+    assert (max(seen) > 0) == (where == "disk")
+    assert not list(tmp_path.iterdir())  # nothing is left behind
+    # The largest of 640 normal numbers is the 99.9% quantile, to half a power of two.
+    assert made.report.rows[0].outliers == 1.0 and "outliers" in str(made.report)
+    with pytest.raises(ValueError, match="offload='tape' should be one of"):
+        CalibrationOptions(offload="tape")
+
+
+def test_sizes_of_inputs_are_counted(key):
+    x = jax.random.normal(key, (1, 500, 8)).at[0, 3, 3].set(1000.0)
+    sizes = np.asarray(collect.sizes_below(x))
+    ends = 2.0 ** (collect.LEAST + (1 + np.arange(collect.BINS)) / 2)
+    wanted = [(np.abs(np.asarray(x)) < end).sum() for end in ends]
+    np.testing.assert_array_equal(sizes[:-1], wanted)
+    assert sizes[-1] == x.size
+    assert 256 <= collect.outliers(sizes) <= 512
+
+
+def test_experts_with_too_few_tokens_are_named(key):
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jax.random.normal(jax.random.key(1), (3, D, F)))
+
+        def __call__(self, x):
+            return jax.lax.ragged_dot(x, self.w[...], jnp.array([30, 2, len(x) - 32]))
+
+    x = jax.random.normal(key, (64, D))
+    made = calibrate(Experts(), rules(), [x])
+    assert made.report.rows[0].note == (
+        "experts [1] saw fewer than 4 tokens: moments of all experts"
+    )
+
+
+def test_static_ranges_do_not_know_factors(key):
+    provider = rules(act_qtype="int8", act_static_scale=True)
+    with pytest.raises(ValueError, match="awq changes what a weight's inputs are"):
+        calibrate(Nnx(), provider, [jnp.ones((40, D))], algorithms=["awq", "round"])
+
+
+SCRIPT = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+import midtread as mt
+from tests.algorithms.test_fold import Block
+from tests.algorithms.test_reach import D, T
+folder, out = sys.argv[1:]
+x = jax.random.normal(jax.random.key(0), (4, T, D))
+rule = mt.QuantizationRule(weight_qtype="int4", tile_size=8)
+made = mt.calibrate(Block(), mt.PtqProvider([rule]), [x, x + 1],
+    algorithms=["correct", "awq", "gptq", "bias"], folder=folder)
+np.savez(out, *(np.asarray(v).astype(np.float32) for v in jax.tree.leaves(nnx.state(made.model))))
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_ends_with_the_same_bits(tmp_path):
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    def start(name):
+        words = [sys.executable, "-c", SCRIPT, str(tmp_path / name), str(tmp_path / f"{name}.npz")]  # fmt: skip
+        return subprocess.Popen(words)
+
+    assert start("whole").wait(600) == 0
+    kills = 0
+    for wanted in range(1, 9):  # a kill after every solved weight
+        run = start("killed")
+        while run.poll() is None:
+            if len(list((tmp_path / "killed").glob("[0-9]*.npz"))) >= wanted:
+                run.send_signal(signal.SIGKILL)
+                kills += run.wait() != 0
+            time.sleep(0.02)
+        if run.returncode == 0:
+            break
+    assert kills >= 3
+    assert start("killed").wait(600) == 0
+    with np.load(tmp_path / "whole.npz") as a, np.load(tmp_path / "killed.npz") as b:
+        assert all((a[name] == b[name]).all() for name in a.files)

@@ -85,10 +85,38 @@ def test_bytes_are_a_budget_too(judged):
     assert {c.format for c in table.choices} == {"int4", "int8"}
     with pytest.raises(ValueError, match="nbytes=100 are too few"):
         mt.allocate(model, batches, ["int4", "int8"], nbytes=100)
-    with pytest.raises(ValueError, match="give nbytes = milliseconds"):
-        mt.allocate(model, batches, milliseconds=3)
     with pytest.raises(ValueError, match="needs one budget"):
         mt.allocate(model, batches, bits=5, nbytes=900)
+
+
+def test_milliseconds_are_a_budget_by_what_was_measured(judged):
+    model, batches = judged
+    on = {"device": "NVIDIA H200", "rows": 16}
+    speeds = {"int4": 2.18, "int8": 1.61}  # x bfloat16, 16 rows: kernels/measured.py
+    time = lambda name, size: 1000 * 2 * size / 4.8e12 / speeds[name]
+    sizes = [256, 256, 64]
+    least, most = (sum(time(name, n) for n in sizes) for name in speeds)
+    table = mt.allocate(
+        model,
+        batches,
+        ["int4", "int8"],
+        milliseconds=least + 0.5 * (most - least),
+        **on,
+    )
+    spent = sum(time(c.format, c.size) for c in table.choices)
+    assert least < spent <= least + 0.5 * (most - least)
+    by_name = {c.weight: c.format for c in table.choices}
+    assert by_name["rough/kernel"] == "int8" and "int4" in by_name.values()
+    assert "ms a step of NVIDIA H200 with 16 rows" in str(table)
+    for asked, message in (
+        ({"milliseconds": least / 2, **on}, "milliseconds=.* are too few"),
+        ({"milliseconds": 1}, "nothing was measured on cpu, only on NVIDIA H200"),
+        ({"bits": 5, "device": "NVIDIA H200"}, "is for a budget in milliseconds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mt.allocate(model, batches, ["int4", "int8"], **asked)
+    with pytest.raises(ValueError, match="no times of int3 weights were measured"):
+        mt.allocate(model, batches, ["int3"], milliseconds=1, **on)
 
 
 def test_bits_go_where_they_help_most(judged):

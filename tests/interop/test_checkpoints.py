@@ -90,6 +90,7 @@ def make_every_format():
     tree["nvfp4_e4m3"] = mt.quantize(x, "nvfp4", scale_dtype="e4m3", **small)
     tree["padded"] = mt.quantize(x, "int3", tiled_axes={1: 20})
     tree["smooth"] = tree["int8"].replace(pre_scale=jnp.ones((32, 1)))
+    tree["rotated"] = tree["int4"].replace(pre_rotation=-jnp.ones((16, 1)))
     floats = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.int32, jnp.bool_, jnp.int4)
     tree["plain"] = {np.dtype(d).name: jnp.ones((3, 5), d) for d in floats}
     tree["scalar"] = jnp.float32(3)

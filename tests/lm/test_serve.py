@@ -80,7 +80,10 @@ def test_a_quantized_checkpoint_is_quantizing_in_memory(run, value):
     "algorithm",
     [
         "gptq",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("awq,gptq", "clip,learn")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("awq,gptq", "clip,learn", "rotate,gptq")
+        ),
     ],
 )
 def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path, algorithm):

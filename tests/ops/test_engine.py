@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
+from midtread.numerics import hadamard
 from midtread.numerics.formats import FORMATS
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -151,6 +152,37 @@ def test_pre_scale_reaches_the_other_operand(key):
     assert_contracts(mt.dot(xq, smooth), xq, smooth)
     with pytest.raises(ValueError, match="varies along an axis that dot_general keeps"):
         mt.dot(x, plain.replace(pre_scale=jnp.ones((1, 8))))
+
+
+def test_inputs_are_rotated_before_anything_else(key):
+    x, w = jax.random.normal(key, (4, 24)), jax.random.normal(key, (24, 8))
+    signs = jnp.where(jnp.arange(8) % 3 == 0, -1.0, 1.0)[:, None]
+    R = np.kron(np.eye(3), np.asarray(signs) * hadamard.matrix(8) / np.sqrt(8))
+    factor = jnp.linspace(0.5, 2, 24)[:, None]
+    codes = mt.quantize(R.T @ w / factor, "int8", channelwise_axes=[1])
+    rotated = codes.replace(pre_scale=factor, pre_rotation=signs)
+    plain = np.asarray(mt.dequantize(codes))
+    np.testing.assert_allclose(
+        mt.dequantize(rotated), R @ (factor * plain), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        mt.dequantize(rotated.T), (R @ (factor * plain)).T, rtol=1e-5, atol=1e-6
+    )
+    assert_contracts(mt.dot(x, rotated), x, rotated)
+    xq = mt.quantize(x, "int8", channelwise_axes=[0])
+    assert_contracts(mt.dot(xq, rotated), xq, rotated)
+    # A provider quantizes inputs after both, where their outliers are gone.
+    rule = mt.QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    run = mt.quantize_function(lambda q, x: x @ q, mt.PtqProvider([rule]))
+    inputs = mt.quantize((x @ R) * factor.T, "int8", channelwise_axes=[0])
+    got, wanted = run(rotated, x), mt.dot(inputs, codes)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="inputs are rotated along"):
+        rotated.reshape(3, 8, 8)
+    with pytest.raises(ValueError, match="inputs are rotated along it"):
+        rotated[:8]
+    with pytest.raises(ValueError, match="as many as a power of two"):
+        mt.dequantize(codes.replace(pre_rotation=jnp.ones((12, 1))))
 
 
 def test_tiles_are_not_all_held_at_once():

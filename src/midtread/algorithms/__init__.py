@@ -10,14 +10,18 @@ and one weight at a time is solved for, given what was collected.
     clip.py       scales by least weighted error
     gptq.py       codes by error feedback, then descent on codes and scales
     correct.py    targets that make up for errors of earlier layers
-    rotate.py     turns between two weights that the model does not notice
+    flow.py       who makes and uses a program's variables, which of them are parameters
+    rotate.py     turns of what weights hand to each other, fixed and learned
+    stream.py     where the residual stream may be turned
     smooth.py     factors between an input's channels and a weight's rows: SmoothQuant, AWQ
+    fold.py       such factors given to the norm or the weight before
     bias.py       biases that take back the mean of an error
     hqq.py        zero points and scales without data
     learn.py      codes and scales of all weights together, by gradients
     served.py     what is quantized in a model, and codes put into it
     calibrate.py  all of it: float model and data in, quantized model out
     resume.py     solved weights in a folder, to go on after a kill
+    offload.py    where activations lie meanwhile: device, host or disk
     report.py     what that did to every weight
     search.py     which layer hurts, and which format each should have
 """

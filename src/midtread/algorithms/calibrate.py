@@ -20,10 +20,11 @@ solved, and the model that was given stays as it was.
 
 Algorithms are named in the order in which they act on a weight:
 
-    rotate     spread outliers between weights that follow each other   (rotate.py)
+    rotate     spread outliers over all that shares a scale             (rotate.py)
     correct    aim at the float layer's output, not the float weight    (correct.py)
     smooth     move range from inputs to weights, for 8-bit inputs      (smooth.py)
     awq        protect the rows that large inputs meet                  (smooth.py)
+               both fold their factors into what comes before           (fold.py)
     then one of
     round      nearest, as `quantize_model` does
     clip       nearest, under scales searched by weighted error         (clip.py)
@@ -50,6 +51,7 @@ from midtread.algorithms import (
     clip,
     collect,
     correct,
+    fold,
     gptq,
     hqq,
     learn,
@@ -60,12 +62,15 @@ from midtread.algorithms import (
 )
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.learn import LearnOptions
+from midtread.algorithms.offload import Store
 from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
 from midtread.algorithms.report import Report, Row
 from midtread.algorithms.resume import Kept
+from midtread.algorithms.rotate import RotateOptions
 from midtread.algorithms.weight import as_matrices, over_inputs
 from midtread.model.coverage import format_text
 from midtread.model.rules import did_you_mean
+from midtread.numerics import hadamard, views
 from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
 from midtread.providers.ptq import PtqProvider
@@ -82,7 +87,8 @@ class Calibrated(NamedTuple):
 
     Args:
         model: the model under the provider, of NNX with its parameters in it.
-        params: of Linen, the variables to call it with; of NNX, None.
+        params: of Linen, the variables to call it with; of a function, its parameters, some
+            of them QArrays; of NNX, None.
         report: what was done to each weight, and what it cost.
     """
 
@@ -111,7 +117,11 @@ class CalibrationOptions:
         gptq: options of GPTQ.
         learn: options of learning.
         alpha: "smooth": how much of the inputs' range moves to the weights, 0 to 1.
-        offload: keep activations in host memory between stages.
+        rotate: options of rotating.
+        offload: where activations are kept between stages: False, on the device; True or
+            "host", in host memory; "disk", in files of a temporary folder.
+        histograms: count the sizes of every weight's inputs too: rows of the report then
+            tell how far the largest lies above the rest.
     """
 
     weigh: str | None = None
@@ -122,12 +132,15 @@ class CalibrationOptions:
     gptq: GptqOptions = DEFAULT
     learn: LearnOptions = learn.DEFAULT
     alpha: float = 0.5
-    offload: bool = False
+    rotate: RotateOptions = rotate.DEFAULT
+    offload: bool | str = False
+    histograms: bool = False
 
     def __post_init__(self):
         for name, known in (
             ("weigh", (None, "attention", "gradient", "both", "none")),
             ("inputs", ("quantized", "float")),
+            ("offload", (False, True, "host", "disk")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -173,7 +186,8 @@ def calibrate(
     True
 
     Args:
-        model: an NNX module, or a Linen one with its variables in `params`.
+        model: an NNX module, a Linen one with its variables in `params`, or a function of
+            (a tree of parameters, inputs) with that tree in `params`.
         provider: says where and to which formats.
         batches: inputs as the method takes them, each an array, a tuple of arguments or a
             dict of keywords, all of the same shapes. All of them are kept.
@@ -183,14 +197,15 @@ def calibrate(
             gradients are taken, or with weigh="gradient" those of random signs on the
             outputs: how far they move counts, whatever they are for.
         targets: one for each batch, for the loss; None: the batches themselves.
-        params: of a Linen model: its variables, {"params": ...}.
+        params: of a Linen model: its variables, {"params": ...}; of a function: its
+            parameters.
         method: the method that is calibrated, and runs quantized.
         options: how it is done.
         folder: where solved weights are kept, for a run that goes on where it was killed.
         progress: told, line by line, what is being done; `print`, say.
 
     Returns:
-        The quantized model, its parameters if it is of Linen, and a report.
+        The quantized model, its parameters if it is of Linen or a function, and a report.
 
     Raises:
         ValueError: no batches, or NaNs in them; too few tokens; rules that match nothing; an
@@ -205,31 +220,30 @@ def calibrate(
     if len(targets) != len(batches):
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
     started = time.time()
+    _check_static(provider, before)
     quantized, boxes = served.quantize(model, provider, batches[0], params, method)
     program, floats = trace(model, batches[0], params=params, method=method)
     chosen = served.chosen_sites(program, boxes, rounding, before)
-    turns = rotate.pairs(program, chosen) if "rotate" in before else []
-    if "rotate" in before and not turns:
-        raise ValueError(
-            "rotate: from no quantized weight here is there a linear way to another that a "
-            "rotation could pass. Leave it out."
-        )
-    floats = rotate.fold(program, floats, turns)
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
+    turns, given = rotate.Plan(), floats
+    if "rotate" in before:
+        specs = {n: boxes[site.path].how for n, site in chosen.items()}
+        turns = rotate.plan(program, chosen, specs, options.rotate)
+        floats = rotate.fold(program, floats, turns, options.rotate, specs, say)
     work = _Work(
-        program, floats, boxes, chosen, batches, before, rounding, after, options
+        program, floats, boxes, chosen, batches, before, rounding, after, options, turns
     )
-    work.turn(turns)
     kept = Kept(folder, work, algorithms, loss)
     if work.needs_moments and options.weigh in BY_GRADIENT and not kept.is_whole:
         work.weigh_tokens(loss, targets, say)
     solved = work.run(kept, say)
+    turned = {path: w for path, w in floats.items() if w is not given[path]}
+    for path, value in {**turned, **work.biases}.items():
+        quantized = served.put_param(quantized, path, value, boxes)
     for path, arrays in solved.items():
         quantized = served.put(quantized, path, arrays, boxes[path])
-    for path, value in work.biases.items():
-        quantized = served.put_bias(quantized, path, value)
     report = work.report(tuple(algorithms), time.time() - started)
-    if isinstance(model, nnx.Module):
+    if isinstance(quantized, nnx.Module):
         return Calibrated(quantized, None, report)
     return Calibrated(quantized[0], quantized[1], report)
 
@@ -262,6 +276,17 @@ def _plan(algorithms: Sequence[str]) -> tuple[tuple[str, ...], str, tuple[str, .
     before = tuple(name for name in algorithms if name in BEFORE)
     after = tuple(name for name in algorithms if name in AFTER)
     return before, rounds[0] if rounds else "round", after
+
+
+def _check_static(provider: PtqProvider, before: tuple[str, ...]) -> None:
+    """Refuses ranges of inputs that are found before the inputs are changed."""
+    changes = [name for name in before if name in ("rotate", "smooth", "awq")]
+    static = getattr(provider, "_rules", ())
+    if changes and any(rule.act_static_scale for rule in static):
+        raise ValueError(
+            f"{changes[0]} changes what a weight's inputs are, and act_static_scale has their "
+            "ranges from before: leave one of them out."
+        )
 
 
 def _weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
@@ -301,13 +326,23 @@ class _Work:
     """One calibration: what is known, and what is solved so far."""
 
     def __init__(
-        self, program, floats, boxes, chosen, batches, before, rounding, after, options
-    ):
+        self, program, floats, boxes, chosen, batches, before, rounding, after, options,
+        turns,
+    ):  # fmt: skip
         self.program: Program = program
         self.floats, self.boxes, self.chosen = floats, boxes, chosen
         self.batches, self.before, self.rounding = batches, before, rounding
-        self.after, self.distances, self.turns = after, None, 0
+        self.after, self.distances, self.turns = after, None, turns
         self.biases: dict[tuple, jax.Array] = {}  # path -> the corrected one
+        self.folds: list[fold.Fold] = []  # where factors of inputs go
+        if {"smooth", "awq"} & set(before):
+            specs = {n: boxes[site.path].how for n, site in chosen.items()}
+            # Inputs that are turned at run time are multiplied after that, not before.
+            still = {n: s for n, s in chosen.items() if n not in turns.online}
+            self.folds = fold.find(program, still, specs)
+        self.fold_of = {n: f for f in self.folds for n in f.sites}
+        # of folds whose first weight is solved, by its number
+        self.factors: dict[int, jax.Array] = {}
         wants = chosen if "bias" in after else ()
         sources = {n: bias.find(program, n) for n in wants}
         self.bias_of = {n: source for n, source in sources.items() if source}
@@ -331,6 +366,7 @@ class _Work:
         if options.weigh in ("attention", "both") and self.needs_moments:
             ways = {n: reach.way_of(program, n) for n in chosen}
             self.ways = {n: way for n, way in ways.items() if way is not None}
+        self.store = Store(options.offload)
         self._operands: dict[tuple[int, bool], jax.Array] = {}  # of one stage
         self._stats: dict[Any, dict[str, jax.Array]] = {}  # of one stage
         self._ahead: dict[int, gptq.Solved] = {}  # solved with a mate: of one stage
@@ -343,14 +379,6 @@ class _Work:
     @property
     def needs_floats(self) -> bool:
         return "correct" in self.before
-
-    def turn(self, turns: list[rotate.Pair]) -> None:
-        """Notes which pairs of weights were rotated; their biases are changed too."""
-        self.turns = len(turns)
-        for pair in turns:
-            if pair.bias is not None:
-                path, _ = pair.bias
-                self.biases[path] = self.floats[path]
 
     def groups(self, site: Site) -> int:
         outputs = site.axes.extents(site.stored_shape)[2]
@@ -408,9 +436,13 @@ class _Work:
                 )
             for env in (*envs, *floats):
                 for v in stage.drops:
-                    env.pop(v, None)
+                    self.store.drop(env.pop(v, None))
+        self.store.clear()
         if "learn" in self.after:
             solved = self._learn(solved, say)
+        params = {**self.floats, **self.biases}
+        solved, changed = fold.move(self.program, self.folds, solved, params)
+        self.biases |= changed
         by_path: dict[tuple, list] = {}
         for number, q in solved.items():
             site = self.chosen[number]
@@ -420,9 +452,7 @@ class _Work:
     def _advance(self, stage: Stage, shared, env, solved) -> None:
         """Runs a stage on one batch: on the codes, or on floats if `solved` is None."""
         outs = stage.run(self._values(stage.takes, shared, env, solved))
-        if self.options.offload:
-            outs = jax.device_get(outs)
-        env.update(zip(stage.gives, outs))
+        env.update(zip(stage.gives, self.store.keep(outs)))
 
     def _values(self, takes, shared, env, solved) -> list[jax.Array]:
         """What a stage takes, on one batch."""
@@ -488,8 +518,14 @@ class _Work:
             say(f"{site.name}: as solved before")
             q, row, shift = known
             self._shift(number, shift)
+            if number in self.fold_of:
+                first = self.fold_of[number].sites[0]
+                self.factors.setdefault(first, fold.factors_of(q, site)[None])
             return q, row
         spec, w = self.boxes[site.path].how, self._float(site)
+        signs = self.turns.online.get(number)
+        if signs is not None:  # from here on all is in turned coordinates
+            w = hadamard.turn(w, signs)
         stats = None
         if self.needs_moments:
             stats = self._moments(number, envs, floats)
@@ -499,13 +535,19 @@ class _Work:
         note = ""
         if stats is not None:
             stats, note = self._enough(site, stats)
-        q, cost, rounded = self._solve(number, w, spec, stats)
+        factors = self._factors(number, w, spec, stats, envs, floats)
+        q, cost, rounded = self._solve(number, w, spec, stats, factors)
         tokens = 0 if stats is None else int(stats["count"].sum())
         text = format_text(spec.format, tuple(t for _, t in spec.tiled_axes))
         shift = self._bias_shift(number, q, w, stats)
         if "bias" in self.after and shift is None:
             note = f"{note}; no bias to correct".removeprefix("; ")
-        row = Row(site.name, site.op, text, tokens, cost, rounded, note)
+        if signs is not None:
+            q = q.replace(pre_rotation=signs)
+        outliers = None
+        if stats is not None and "sizes" in stats:
+            outliers = collect.outliers(stats["sizes"])
+        row = Row(site.name, site.op, text, tokens, cost, rounded, note, outliers)
         kept.write(number, q, row, shift)
         self._shift(number, shift)
         say(
@@ -531,11 +573,12 @@ class _Work:
         site, mark = self.program.sites[number], self.program.marks[number]
         x = self.program.eqns[mark["input"]].invars[0]
         sizes = self.program.eqns[mark["sizes"]].outvars[0] if "sizes" in mark else None
-        return x, sizes, number if self.weights else collect.layout(site)
+        is_alone = bool(self.weights) or number in self.turns.online
+        return x, sizes, number if is_alone else collect.layout(site)
 
     def _mates(self, number: int) -> list[int]:
         """Weights to solve for at once, in one loop over the inputs that they share."""
-        if number in self.ways or {"smooth", "awq"} & set(self.before):
+        if number in self.ways:
             return [number]
         kind = lambda n: (
             self._inputs_of(n), self.boxes[self.chosen[n].path].how, self.chosen[n].axes
@@ -545,6 +588,7 @@ class _Work:
 
     def _moments(self, number: int, envs, floats) -> dict[str, jax.Array]:
         site = self.program.sites[number]
+        signs = self.turns.online.get(number)
         key = self._inputs_of(number)
         x, sizes, _ = key
         if key in self._stats:  # query, key and value share their inputs
@@ -555,8 +599,11 @@ class _Work:
             other = floats[b][x] if floats else None
             total = collect.add(
                 total,
-                _jitted_moments(site, env[x], weights, sizes and env[sizes], other),
-            )
+                _jitted_moments(
+                    site, env[x], weights, sizes and env[sizes], other, signs,
+                    self.options.histograms,
+                ),
+            )  # fmt: skip
         assert total is not None
         if not bool(jnp.isfinite(total["H"]).all()):
             raise ValueError(f"{site.name}: its inputs are not finite on this data.")
@@ -612,27 +659,54 @@ class _Work:
         damping, strength = self.options.gptq.damping, self.options.correction
         return correct.target(w, stats["H"], stats["C"], axes, damping, strength)
 
-    def _solve_ahead(self, number: int, spec: Spec, stats) -> None:
+    def _solve_ahead(self, number: int, w, spec: Spec, stats) -> None:
         """GPTQ of a weight and its mates."""
         mates, axes = self._mates(number), self.chosen[number].axes
-        ws = [self._float(self.chosen[n]) for n in mates]
+        ws = [w if n == number else self._float(self.chosen[n]) for n in mates]
         goals = [self._goal(w, axes, stats) for w in ws]
         solved = gptq.solve_together(goals, spec, stats["H"], axes, self.options.gptq)
         self._ahead |= dict(zip(mates, solved))
 
-    def _solve(self, number: int, w, spec: Spec, stats) -> tuple[QArray, float, float]:
+    def _factors(self, number: int, w, spec: Spec, stats, envs, floats):
+        """[E, K], what inputs are multiplied by; None where no algorithm asks for it. Weights
+        that read the same input share factors if these can be folded."""
+        names = {"smooth", "awq"} & set(self.before)
+        if not names:
+            return None
+        place = self.fold_of.get(number)
+        if place is None:
+            weights, specs, moments = [w], (spec,), [stats]
+            axes, ties = (self.chosen[number].axes,), None
+        else:
+            first = place.sites[0]
+            if first in self.factors:
+                return self.factors[first]
+            sites = [self.chosen[n] for n in place.sites]
+            weights = [self._float(site) for site in sites]
+            specs = tuple(self.boxes[site.path].how for site in sites)
+            axes = tuple(site.axes for site in sites)
+            moments = [self._moments(n, envs, floats) for n in place.sites]
+            ties = None if place.columns is None else jnp.array(place.columns)
+        if "smooth" in names:
+            largest, alpha = moments[0]["largest"], self.options.alpha
+            factors = smooth.smooth_together(weights, largest, axes, alpha, ties)
+        else:
+            each = [one["H"] for one in moments]
+            factors = smooth.awq_together(weights, specs, each, axes, ties=ties)
+        if place is not None:
+            self.factors[place.sites[0]] = factors
+        return factors
+
+    def _solve(
+        self, number: int, w, spec: Spec, stats, factors
+    ) -> tuple[QArray, float, float]:
         axes, options = self.chosen[number].axes, self.options
-        if self.rounding == "gptq" and not {"smooth", "awq"} & set(self.before):
+        if self.rounding == "gptq" and factors is None:
             if number not in self._ahead:
-                self._solve_ahead(number, spec, stats)
+                self._solve_ahead(number, w, spec, stats)
             q, cost, rounded = self._ahead.pop(number)
             return q, float(cost), float(rounded)
         goal = self._goal(w, axes, stats)
-        factors = None
-        if "smooth" in self.before:
-            factors = smooth.smooth(w, stats["largest"], axes, options.alpha)
-        elif "awq" in self.before:
-            factors = smooth.awq(goal, spec, stats["H"], axes)
         if factors is not None:  # codes of w / factors; inputs are multiplied by them
             spreads = over_inputs(factors, axes, w.shape)
             goal = (goal / spreads).astype(w.dtype)
@@ -651,7 +725,9 @@ class _Work:
             cost = _cost(q, goal, stats, axes)
             rounded = _cost(quantize_by_spec(goal, spec), goal, stats, axes)
         if factors is not None:
-            q = q.replace(pre_scale=over_inputs(factors, axes, q.qvalue.shape))
+            spreads = over_inputs(factors, axes, w.shape)
+            full = [1 if a in axes.kept else n for a, n in enumerate(q.qvalue.shape)]
+            q = q.replace(pre_scale=views.pad_to(spreads, full, 1))
         return q, float(cost), float(rounded)
 
     def report(self, algorithms: tuple[str, ...], seconds: float) -> Report:
@@ -667,8 +743,15 @@ class _Work:
             weighed,
             seconds,
             self.distances,
-            self.turns,
+            self.turns.says,
+            self._says_of_factors(),
         )
+
+    def _says_of_factors(self) -> str:
+        if not {"smooth", "awq"} & set(self.before):
+            return ""
+        kept = len(self.chosen) - len(self.fold_of)
+        return f"factors of {len(self.fold_of)} weights folded, of {kept} kept as pre_scale"
 
 
 def _cost(q: QArray, w, stats, axes) -> jax.Array:
@@ -681,10 +764,10 @@ def _cost(q: QArray, w, stats, axes) -> jax.Array:
     return jnp.sum(error * (H @ error)) / jnp.sum(W * (H @ W))
 
 
-def _jitted_moments(site: Site, x, weights, sizes, other):
+def _jitted_moments(site: Site, x, weights, sizes, other, signs, histograms):
     alike = dataclasses.replace(site, path=(), layer=(), stage=0)
-    return _moments_of(alike, x, weights, sizes, other)
+    return _moments_of(alike, x, weights, sizes, other, signs, histograms)
 
 
-_moments_of = jax.jit(collect.moments, static_argnums=0)
+_moments_of = jax.jit(collect.moments, static_argnums=(0, 6))
 _moments_of_heads = jax.jit(collect.moments_of_heads)

@@ -4,6 +4,7 @@
     cross moments    C = sum of weight * x (x' - x)^T          x' of the float model
     largest inputs   max |x_k|                                 [E, K]
     sums             of x_k, but not of experts                [E, K]
+    sizes            how many |x| lie below every power of root 2, where asked for
 
 For a layer by itself every token has the weight 1, and the error that H measures is that of
 the layer's output. What matters is what the error does further on. To first order a change
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.algorithms.program import Program, Site, bind, is_literal
+from midtread.numerics import hadamard
 
 
 def token_labels(site: Site) -> tuple[str, ...]:
@@ -109,6 +111,8 @@ def moments(
     weights: jax.Array | None,
     sizes: jax.Array | None,
     other: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    histograms: bool = False,
 ) -> dict[str, jax.Array]:
     """The statistics of one batch; those of all batches are their sums.
 
@@ -118,14 +122,18 @@ def moments(
         weights: [B, T, G] of the tokens; None: 1 for all.
         sizes: rows of every expert, of a ragged_dot.
         other: the input in the float model, for cross moments.
+        signs: of a rotation that the inputs go through first.
+        histograms: whether sizes are counted.
 
     Returns:
-        "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), "sum" [E, K], "C".
+        "H" [E, G, K, K], "count" [E], "largest" [E, K] (a maximum, not a sum), "sum" [E, K],
+        "C", "sizes" [BINS].
     """
-    X = rows(site, x)
+    turned = lambda X: X if signs is None else hadamard.turn(X, signs.reshape(1, 1, -1))
+    X = turned(rows(site, x))
     is_even = weights is None
     weights = jnp.ones((*X.shape[:2], 1)) if weights is None else weights
-    gap = None if other is None else rows(site, other) - X
+    gap = None if other is None else turned(rows(site, other)) - X
     if sizes is None:
         weigh = lambda Y: jnp.einsum("btg,btk,btl->bgkl", weights, X, Y)
         if is_even:
@@ -151,7 +159,32 @@ def moments(
     stats = {"H": weigh(X), "count": count, "largest": largest}
     if sizes is None:
         stats["sum"] = jnp.sum(X, axis=1)
+    if histograms:
+        stats["sizes"] = sizes_below(X)
     return stats if gap is None else {**stats, "C": weigh(gap)}
+
+
+LEAST, BINS = -24, 96  # bins begin at 2^-24 and are half a power of two wide
+
+
+def sizes_below(X: jax.Array) -> jax.Array:
+    """[BINS + 1]: how many |x| lie below each bin's upper end, and how many there are.
+
+    >>> sizes_below(jnp.array([0.0, 1.0, 8.0]))[jnp.array([0, 52, -1])].tolist()
+    [1.0, 2.0, 3.0]
+    """
+    magnitude = jnp.abs(X)
+    ends = 2.0 ** (LEAST + (1 + jnp.arange(BINS)) / 2)
+    below = jax.lax.map(lambda end: jnp.sum(magnitude < end), ends)
+    return jnp.append(below, X.size).astype(jnp.float32)
+
+
+def outliers(sizes: jax.Array, share: float = 0.999) -> float:
+    """How many times larger than `share` of all inputs the largest is, to half a power of
+    two."""
+    below, count = sizes[:-1], sizes[-1]
+    most = jnp.argmax(below >= count) if bool(below[-1] >= count) else BINS
+    return float(2.0 ** ((most - jnp.argmax(below >= share * count)) / 2))
 
 
 def moments_of_heads(X: jax.Array, other: jax.Array | None) -> dict[str, jax.Array]:

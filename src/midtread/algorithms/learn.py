@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from midtread.algorithms.program import Program, outputs
-from midtread.numerics import rounding, views
+from midtread.numerics import hadamard, rounding, views
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
 
@@ -133,7 +133,10 @@ def start(w: jax.Array, q: QArray, share: float = 0.5) -> State:
         share: of the way to `w`, or to the border of the code's cell if `w` lies beyond.
     """
     scale, zero = _scale(q), _zero(q)
-    w = views.pad_to(w.astype(jnp.float32), q.qvalue.shape)
+    w = w.astype(jnp.float32)
+    if q.pre_rotation is not None:
+        w = hadamard.turn(w, q.pre_rotation)
+    w = views.pad_to(w, q.qvalue.shape)
     if q.pre_scale is not None:
         w = w / q.pre_scale
     aim = _within(w / scale + zero, q)
@@ -165,7 +168,10 @@ def step(
         number: of this step, from 1.
         rates: of latents and of scales.
     """
-    g = views.pad_to(g.astype(jnp.float32), q.qvalue.shape)
+    g = g.astype(jnp.float32)
+    if q.pre_rotation is not None:
+        g = hadamard.turn(g, q.pre_rotation)
+    g = views.pad_to(g, q.qvalue.shape)
     if q.pre_scale is not None:
         g = g * q.pre_scale
     by_units = g * _scale(q)

@@ -29,11 +29,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from midtread.algorithms.weight import Axes
 from midtread.model import flaxlib, intercept
+from midtread.model.function import quantize_function
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model, split_arrays
 from midtread.model.rules import QuantizationRule
 from midtread.model.weights import find_param, turn_of
-from midtread.numerics.qarray import is_float
+from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.api import Ops
 from midtread.ops.contraction import Contraction
 from midtread.ops.einsum import in_jax_order
@@ -54,6 +55,7 @@ class Site:
     labels: tuple[str, ...]  # of the weight's axes, as it is stored (one layer of it)
     turn: tuple[int, ...]  # axis i of the operand is axis turn[i] of the stored weight
     shape: tuple[int, ...]  # of the operand
+    module: str = ""  # the path of the module, or the scope, that it happens in
     stage: int = 0
 
     @property
@@ -144,6 +146,7 @@ class Marker(QuantizationProvider):
                 "turn": turn,
                 "labels": tuple(labels[turn.index(a)] for a in range(len(turn))),
                 "shape": tuple(sides[side].shape),
+                "module": flaxlib.path_of(intercept.current_module()),
             }
         )
         out = contract(c, sides["lhs"], sides["rhs"])
@@ -172,7 +175,7 @@ def trace(
     """The program of a model, and its parameters by path.
 
     Args:
-        model: an NNX module, or a Linen one with its `params`.
+        model: an NNX module, a Linen one with its `params`, or a function of its `params`.
         batch: what the method is called with: an array, a tuple, or a dict of keywords.
 
     Raises:
@@ -185,7 +188,7 @@ def trace(
         graph, learned, rest = nnx.split(model, nnx.Param, ...)
         flat = {path: flaxlib.unbox(leaf) for path, leaf in nnx.to_flat_state(learned)}
 
-        def run(flat, arrays):
+        def run(flat, arrays) -> Any:
             boxes = dict(nnx.to_flat_state(learned))
             state = nnx.from_flat_state(
                 {path: boxes[path].replace(value) for path, value in flat.items()}
@@ -204,18 +207,48 @@ def trace(
         others = {k: v for k, v in params.items() if k != "params"}
         flat = flax.traverse_util.flatten_dict(tree)
 
-        def run(flat, arrays):
+        def run(flat, arrays) -> Any:
             marked = quantize_model(model, marker, methods=(method,))
             again, named = rebuild(arrays)
             variables = {"params": flax.traverse_util.unflatten_dict(flat), **others}
             return marked.apply(variables, *again, method=method, **named)
 
+    elif callable(model):
+        if method != "__call__":
+            raise ValueError(f"a function has no method {method!r}: leave it out.")
+        if params is None:
+            raise ValueError(
+                "a function needs its parameters: params=a tree of arrays."
+            )
+        flat, put_back = open_params(params)
+        unknown = [path for path, leaf in flat.items() if isinstance(leaf, QArray)]
+        if unknown:
+            raise ValueError(f"{'/'.join(unknown[0])} is quantized already.")
+
+        def run(flat, arrays) -> Any:
+            again, named = rebuild(arrays)
+            return quantize_function(model, marker)(put_back(flat), *again, **named)
+
     else:
         raise TypeError(
-            f"calibration takes flax.linen and flax.nnx modules, not a "
-            f"{type(model).__name__}: wrap a function in a module that holds its parameters."
+            "calibration takes flax.linen and flax.nnx modules, and functions of their "
+            f"parameters, not a {type(model).__name__}."
         )
     return _program(run, flat, arrays, marker), flat
+
+
+def open_params(params: Any) -> tuple[dict[tuple, Any], Callable[[dict], Any]]:
+    """({path: leaf} of a tree of parameters, and the way back)."""
+    is_leaf = lambda x: isinstance(x, QArray)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+    text = lambda key: str(
+        next(getattr(key, f) for f in ("key", "idx", "name") if hasattr(key, f))
+    )
+    paths = [tuple(map(text, path)) for path, _ in leaves]
+    flat = dict(zip(paths, (leaf for _, leaf in leaves)))
+    if len(flat) != len(leaves):
+        raise ValueError("two parameters have one path: rename the keys of the tree.")
+    return flat, lambda flat: jax.tree.unflatten(structure, [flat[p] for p in paths])
 
 
 def as_call(batch: Any) -> tuple[tuple, dict[str, Any]]:

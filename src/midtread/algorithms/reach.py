@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.algorithms import collect
 from midtread.algorithms.program import Program, Site, compiled, evaluate, is_literal
@@ -161,7 +162,8 @@ RULES: dict[str, Callable[[Factors, Any, Axes, int], Axes | None]] = {
 class Way(NamedTuple):
     """From a site's output to the next site's input, linear all along.
 
-    `before` and `after` are the factors of both ends, as (size, kind) from slow to fast.
+    `before` and `after` are the factors of both ends, as (size, kind) from slow to fast, and
+    `names` say which of both are the same.
     """
 
     eqns: tuple[Any, ...]
@@ -169,6 +171,31 @@ class Way(NamedTuple):
     end: Any
     before: tuple[tuple[int, str], ...]
     after: tuple[tuple[int, str], ...]
+    names: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    sums: bool = True  # over tokens, somewhere
+
+    def columns(self, last: int) -> np.ndarray | None:
+        """For each of the `last` numbers of a token at the end, the output that it comes
+        from; None if outputs are not among them."""
+        size, start = 1, len(self.after)
+        while size < last and start:
+            start -= 1
+            size *= self.after[start][0]
+        if size != last:
+            return None
+        sizes = [n for n, _ in self.after[start:]]
+        digits = np.unravel_index(np.arange(last), sizes) if sizes else ()
+        by_name = dict(zip(self.names[1][start:], digits))
+        own = [
+            (n, name)
+            for (n, kind), name in zip(self.before, self.names[0])
+            if kind != "token"
+        ]
+        if any(name not in by_name for _, name in own):
+            return None
+        return np.ravel_multi_index(
+            [by_name[name] for _, name in own], [n for n, _ in own]
+        )
 
     @property
     def heads(self) -> int:
@@ -180,7 +207,19 @@ class Way(NamedTuple):
 
 
 def way_of(program: Program, number: int) -> Way | None:
-    """The linear way from a site's output, through at least one sum over tokens."""
+    """The linear way from a site's output, through at least one sum over tokens, that
+    leaves some outputs alone."""
+    way = follow(program, number)
+    if way is None or not way.sums or way.width == 1:
+        return None
+    own = [kind for _, kind in way.before if kind != "token"]
+    # Heads are runs of the outputs: they come before what is inside of one.
+    return way if own == sorted(own, reverse=True) else None
+
+
+def follow(program: Program, number: int) -> Way | None:
+    """The linear way from a site's output to the next site's input, which mixes no outputs
+    with each other."""
     site, at = program.sites[number], program.marks[number]["output"]
     if site.c.name == "conv_general_dilated" or site.groups or site.axes.batch:
         return None
@@ -212,17 +251,18 @@ def way_of(program: Program, number: int) -> Way | None:
         axes[eqn.outvars[0]] = after
         sums = sums or (name == "dot_general" and bool(eqn.params["dimension_numbers"][0][own[0]]))  # fmt: skip
         eqns.append(eqn)
-    if end is None or not sums or any(v in axes for v in program.outputs if not is_literal(v)):  # fmt: skip
+    if end is None or any(v in axes for v in program.outputs if not is_literal(v)):
         return None
     listed = lambda axes: tuple(
         (factors.sizes[f], factors.kinds[f])
         for axis in axes
         for f in factors.whole(axis)
     )
-    way = Way(tuple(eqns), start, end, listed(first), listed(axes[end]))
-    own = [kind for _, kind in way.before if kind != "token"]
-    # Heads are runs of the outputs: they come before what is inside of one.
-    return way if way.width > 1 and own == sorted(own, reverse=True) else None
+    named = lambda axes: tuple(f for axis in axes for f in factors.whole(axis))
+    names = named(first), named(axes[end])
+    return Way(
+        tuple(eqns), start, end, listed(first), listed(axes[end]), names, sums
+    )  # fmt: skip
 
 
 def attended(site: Site, way: Way, x: jax.Array, env: dict[Any, Any]) -> jax.Array:

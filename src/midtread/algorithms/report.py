@@ -16,6 +16,7 @@ class Row:
     cost: float
     rounded: float  # of rounding to nearest
     note: str = ""
+    outliers: float | None = None  # the largest input over what 99.9% lie below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Report:
     seconds: float
     # of the outputs from the float model's, before and after "learn"
     distances: tuple[float, float] | None = None
-    turns: int = 0  # pairs of weights between which a rotation was folded
+    turns: str = ""  # what was rotated
+    factors: str = ""  # where factors of inputs went
 
     @property
     def worst(self) -> tuple[Row, ...]:
@@ -37,9 +39,13 @@ class Report:
         return tuple(sorted(self.rows, key=lambda row: -row.cost))
 
     def __str__(self) -> str:
-        lines = [["weight", "format", "tokens", "error", "if rounded", "note"]]
+        counted = any(row.outliers is not None for row in self.rows)
+        head = ["weight", "format", "tokens", "error", "if rounded"]
+        lines = [[*head, *["outliers"][:counted], "note"]]
         for row in self.rows:
             numbers = [f"{row.tokens:,}", f"{row.cost:.3g}", f"{row.rounded:.3g}"]
+            if counted:
+                numbers.append("" if row.outliers is None else f"{row.outliers:.3g}x")
             lines.append([row.name, row.format, *numbers, row.note])
         total = sum(r.cost for r in self.rows) / max(
             sum(r.rounded for r in self.rows), 1e-30
@@ -50,11 +56,13 @@ class Report:
             f"rounding, in {self.seconds:.0f} s"
         )
         learned = ()
-        if self.turns:
-            last += f"; {self.turns} pairs of weights rotated"
+        for more in (self.turns, self.factors):
+            last += f"; {more}" if more else ""
         if self.distances is not None:
             before, after = self.distances
             learned = (
                 f"learning took the outputs' distance from {before:.3g} to {after:.3g}",
             )
-        return "\n".join([table(lines, {2, 3, 4}), "", last, *learned])
+        return "\n".join(
+            [table(lines, {2, 3, 4, 5} if counted else {2, 3, 4}), "", last, *learned]
+        )

@@ -20,6 +20,8 @@ import numpy as np
 from midtread.algorithms.report import Row
 from midtread.numerics.qarray import QArray
 
+META = ("qtype", "logical")  # of a QArray: what is no array
+
 
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
@@ -37,7 +39,9 @@ class Kept:
                 f"{self.folder} holds weights of another calibration (model, data, rules or "
                 "options differ): give another folder, or empty it."
             )
-        file.write_text(json.dumps(mine))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(mine))
+        partial.rename(file)
 
     def _file(self, number: int) -> pathlib.Path:
         assert self.folder is not None
@@ -69,7 +73,7 @@ class Kept:
     def write(self, number: int, q: QArray, row: Row, shift: Any = None) -> None:
         if self.folder is None:
             return
-        names = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+        names = [f.name for f in dataclasses.fields(q) if f.name not in META]
         parts = {
             n: np.asarray(getattr(q, n)) for n in names if getattr(q, n) is not None
         }

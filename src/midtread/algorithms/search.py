@@ -4,7 +4,7 @@
     bisect(...)         the fewest weights that make up most of what quantizing all does, or
                         of what sets another model apart
     allocate(...)       a format for every weight, so that outputs move least for a number
-                        of bits per weight, or of bytes
+                        of bits per weight, of bytes, or of milliseconds of a decoding step
 
 All three run the model itself, on data, with one weight or some of them rounded, and return
 a table that is also rules: `print` it, give `.rules` to a provider, or write `.to_yaml()`.
@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from midtread.algorithms.program import Site, outputs, trace
+from midtread.kernels import measured
 from midtread.model import flaxlib
-from midtread.model.coverage import table
+from midtread.model.coverage import format_text, table
 from midtread.model.rules import QuantizationRule
 from midtread.numerics.formats import as_format, dtype_bits
 from midtread.numerics.qarray import QArray, dequantize, quantize_by_spec
@@ -350,6 +351,8 @@ def allocate(
     bits: float | None = None,
     nbytes: float | None = None,
     milliseconds: float | None = None,
+    device: str | None = None,
+    rows: int = 1,
     params: Any = None,
     method: str = "__call__",
 ) -> Table:
@@ -370,8 +373,11 @@ def allocate(
         formats: to choose from: names, or pairs (name, tile size).
         bits: per weight, scales included, in the mean over all weights.
         nbytes: of all weights together, scales included, instead of `bits`.
-        milliseconds: refused, since no table of times by format and shape is measured for
-            every device. A step of decoding takes as long as its bytes take to read.
+        milliseconds: of a step of decoding, all weights together, instead of `bits`: by the
+            measured times of kernels/measured.py.
+        device: the kind that milliseconds are meant for, as JAX calls it ("NVIDIA H200");
+            None: the one here.
+        rows: how many sequences are decoded at once, for milliseconds.
         params: the variables of a Linen module.
         method: the method that is called with a batch.
 
@@ -381,44 +387,59 @@ def allocate(
     Raises:
         ValueError: the budget is less than the smallest formats take, or is not one.
     """
-    if milliseconds is not None:
+    budgets = {"bits": bits, "nbytes": nbytes, "milliseconds": milliseconds}
+    given = {name: budget for name, budget in budgets.items() if budget is not None}
+    if len(given) != 1:
         raise ValueError(
-            f"milliseconds={milliseconds}: times of formats are not known for every shape "
-            "and device. A step of decoding reads every weight once: give nbytes = "
-            "milliseconds / 1000 * bytes per second of the device's memory."
+            "allocate needs one budget: bits=... per weight, nbytes=... or milliseconds=..."
         )
-    if (bits is None) == (nbytes is None):
-        raise ValueError(
-            "allocate needs one budget: bits=... per weight, or nbytes=..."
-        )
+    if milliseconds is None and device is not None:
+        raise ValueError(f"device={device!r} is for a budget in milliseconds.")
+    ((unit, room),) = given.items()
+    kind = device or jax.devices()[0].device_kind
+    if unit == "milliseconds":
+        for name in formats:  # refused before anything is run
+            _milliseconds(kind, name[0] if isinstance(name, tuple) else name, 1, rows)
     runner = _Model(model, batches, None, params, method)
     tried = _tried(runner, formats)
-    now = {p: min(cs, key=lambda c: c.bits) for p, cs in tried.items()}
-    size = sum(c.size for c in now.values())
-    room = bits * size if bits is not None else 8 * (nbytes or 0)
-    spent = sum(c.bits * c.size for c in now.values())
+    size = sum(cs[0].size for cs in tried.values())
+    # What a choice costs, in the unit of the budget.
+    prices = {
+        "bits": lambda c: c.bits * c.size / size,
+        "nbytes": lambda c: c.bits * c.size / 8,
+        "milliseconds": lambda c: _milliseconds(kind, c.format, c.size, rows),
+    }
+    price = prices[unit]
+    now = {p: min(cs, key=lambda c: (price(c), c.error)) for p, cs in tried.items()}
+    spent = sum(map(price, now.values()))
+    bits_now = lambda: sum(c.bits * c.size for c in now.values())
     if spent > room:
-        asked = f"nbytes={nbytes}" if bits is None else f"bits={bits}"
+        what = {"bits": "bits a weight, scales included", "nbytes": "bytes in all"}
         raise ValueError(
-            f"{asked} are too few: the smallest of {list(formats)} take {spent / size:.2f} "
-            f"bits a weight, scales included, {spent / 8:.0f} bytes in all. Give more, "
-            "smaller formats, or larger tiles."
+            f"{unit}={room} are too few: the smallest of {list(formats)} take "
+            f"{spent:.4g} {what.get(unit, unit)}. Give more, smaller formats, or larger tiles."
         )
     while True:
         steps = [
-            ((now[p].error - c.error) / (c.bits - now[p].bits) / c.size, p, c)
+            ((now[p].error - c.error) / max(price(c) - price(now[p]), 1e-30), p, c)
             for p, cs in tried.items()
             for c in cs
-            if c.bits > now[p].bits
+            if price(c) >= price(now[p])
             and c.error < now[p].error
-            and spent + (c.bits - now[p].bits) * c.size <= room
+            and spent + price(c) - price(now[p]) <= room
         ]
         if not steps:
             break
         _, path, choice = max(steps, key=lambda step: step[0])
-        spent += (choice.bits - now[path].bits) * choice.size
+        spent += price(choice) - price(now[path])
         now[path] = choice
     choices = tuple(sorted(now.values(), key=lambda c: -c.error))
     total = sum(c.error for c in choices)
-    says = f"{spent / size:.2f} bits a weight, {spent / 8:,.0f} bytes, errors add to {total:.3g}"
-    return Table(choices, says)
+    says = f"{bits_now() / size:.2f} bits a weight, {bits_now() / 8:,.0f} bytes, "
+    if unit == "milliseconds":
+        says += f"{spent:.3g} ms a step of {kind} with {rows} rows, "
+    return Table(choices, f"{says}errors add to {total:.3g}")
+
+
+def _milliseconds(kind: str, fmt: Any, size: int, rows: int) -> float:
+    return measured.milliseconds(kind, format_text(as_format(fmt)), size, rows)

@@ -3,10 +3,12 @@
 quantize(...)        the model rounded to nearest, and the boxes of its weights
 chosen_sites(...)    at which contraction of the program each of them is solved for
 put(...)             solved codes in the model, all layers of a stack together
-put_bias(...)        a corrected bias in its place
+put_param(...)       another float parameter in its place
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +17,14 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.algorithms import collect
-from midtread.algorithms.program import Program, Site, as_call
+from midtread.algorithms.program import Program, Site, as_call, open_params, trace
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
+from midtread.model.function import quantize_function
 from midtread.model.quantize import quantize_model
-from midtread.numerics.qarray import QArray
-from midtread.providers.params import quantize_params
+from midtread.model.rules import recipe_of
+from midtread.numerics.qarray import QArray, quantize_by_spec
+from midtread.providers.params import quantize_like, quantize_params
 from midtread.providers.ptq import PtqProvider
 
 
@@ -56,9 +60,7 @@ def quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
         boxes = {p: box for p, box in flat.items() if isinstance(box, WithAux)}
         quantized = (wrapped, {**params, "params": tree})
     else:
-        raise TypeError(
-            f"calibrate takes flax.linen and flax.nnx modules, not {type(model).__name__}."
-        )
+        quantized, boxes = _function(model, provider, batch, params, method)
     text = provider.unused_rules_text()
     if text:
         raise ValueError(text)
@@ -66,6 +68,43 @@ def quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
     if not boxes:
         raise ValueError("the provider's rules quantize no weight of this model.")
     return quantized, boxes
+
+
+def _function(fn, provider, batch, params, method) -> tuple[Any, dict]:
+    """The same of a function of (parameters, inputs), in whose parameters codes take the
+    place of weights."""
+    program, floats = trace(fn, batch, params=params, method=method)
+    boxes: dict[tuple, WithAux] = {}
+    for site in program.sites:
+        index = provider.match(site.module, site.op)
+        if index is None:
+            continue
+        rule = provider._rules[index]
+        asked = recipe_of(rule, site.side == "lhs", site.side == "rhs")
+        spec = getattr(asked.fwd, site.side)
+        placed = None
+        if spec is not None:
+            placed = site.c.number_axes(spec, site.side, site.shape)
+        if placed is None:
+            continue
+        back = tuple(site.turn.index(a) for a in range(len(site.turn)))
+        how = placed.transposed(back)
+        if site.path in boxes and boxes[site.path].how != how:
+            raise ValueError(
+                f"{site.name} meets two contractions that would quantize it in two ways: give "
+                "them one rule, or two parameters."
+            )
+        if site.path not in boxes:
+            quantize = functools.partial(quantize_by_spec, spec=how)
+            for _ in site.layer:
+                quantize = jax.vmap(quantize)
+            w = floats[site.path]
+            stacked = w.shape[: len(site.layer)]
+            codes = jax.jit(quantize)(w.reshape(*stacked, *site.stored_shape))
+            boxes[site.path] = WithAux(codes, how)
+    flat, rebuild = open_params(params)
+    codes = {path: box.array for path, box in boxes.items()}
+    return (quantize_function(fn, provider), rebuild({**flat, **codes})), boxes
 
 
 def chosen_sites(
@@ -108,30 +147,41 @@ def put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
         else jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
     )
     codes = WithAux(q, box.how)
-    if isinstance(quantized, nnx.Module):
-        module = flaxlib.value_at(quantized, path[:-1])
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        first, *_ = jax.tree.leaves(getattr(module, path[-1]), is_leaf=is_variable)
-        boxed = jax.tree.map(lambda v: flaxlib.like(first, v), codes)
-        setattr(module, path[-1], boxed)
-        return quantized
-    import flax
-
-    model, variables = quantized
-    flat = flax.traverse_util.flatten_dict(variables["params"])
-    flat[path] = codes
-    return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}
+    if not isinstance(quantized, nnx.Module):
+        model, variables = quantized
+        flat, rebuild = opened(model, variables)
+        is_linen = isinstance(model, nn.Module)
+        return model, rebuild({**flat, path: codes if is_linen else q})
+    module = flaxlib.value_at(quantized, path[:-1])
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    first, *_ = jax.tree.leaves(getattr(module, path[-1]), is_leaf=is_variable)
+    boxed = jax.tree.map(lambda v: flaxlib.like(first, v), codes)
+    setattr(module, path[-1], boxed)
+    return quantized
 
 
-def put_bias(quantized: Any, path: tuple, value: jax.Array) -> Any:
-    """The model, or (model, variables), with another value of the parameter at `path`."""
+def put_param(quantized: Any, path: tuple, value: jax.Array, boxes: dict) -> Any:
+    """The model, or (model, variables), with another float value of the parameter at `path`;
+    where that is codes, these are rounded to nearest from the value."""
+    if path in boxes:
+        q = quantize_like(boxes[path], value)
+        return put(quantized, path, [((), q)], boxes[path])
     if isinstance(quantized, nnx.Module):
         variable = flaxlib.value_at(quantized, path)
         flaxlib.write(variable, value.astype(flaxlib.unbox(variable).dtype))
         return quantized
-    import flax
-
     model, variables = quantized
-    flat = flax.traverse_util.flatten_dict(variables["params"])
-    flat[path] = value.astype(flat[path].dtype)
-    return model, {**variables, "params": flax.traverse_util.unflatten_dict(flat)}
+    flat, rebuild = opened(model, variables)
+    dtype = flaxlib.unbox(flat[path]).dtype
+    return model, rebuild({**flat, path: value.astype(dtype)})
+
+
+def opened(model: Any, variables: Any) -> tuple[dict, Callable[[dict], Any]]:
+    """({path: leaf} of what a model is called with, and the way back)."""
+    if isinstance(model, nn.Module):
+        import flax
+
+        flat = flax.traverse_util.flatten_dict(variables["params"])
+        unflatten = flax.traverse_util.unflatten_dict
+        return flat, lambda flat: {**variables, "params": unflatten(flat)}
+    return open_params(variables)

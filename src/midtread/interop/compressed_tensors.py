@@ -332,7 +332,7 @@ def write(
     Raises:
         ValueError: compressed-tensors cannot say this array.
     """
-    if q.ndim != 2 or q.logical is not None or q.pre_scale is not None:
+    if q.ndim != 2 or q.logical is not None or layouts.asks_of_inputs(q):
         raise layouts.refuse(where, f"{q!r} is no plain matrix")
     name = q.format.name
     if name in ("nvfp4", "mxfp4"):

@@ -214,15 +214,21 @@ def by_column(q: QArray, group_of: np.ndarray) -> QArray:
     return q.replace(scale=take(q.scale), zero_point=take(q.zero_point))
 
 
+def asks_of_inputs(q: QArray) -> bool:
+    """Whether its inputs are multiplied by something before it, which no layout can say."""
+    return q.pre_scale is not None or q.pre_rotation is not None
+
+
 def group_size(q: QArray, where: str) -> int:
     """How many columns share a scale, in an array whose rows each have their own.
 
     Raises:
         ValueError: the array is not a matrix with scales of that kind.
     """
-    if q.ndim != 2 or q.logical is not None or q.pre_scale is not None:
+    if q.ndim != 2 or q.logical is not None or asks_of_inputs(q):
         raise refuse(
-            where, f"{q!r} is no plain matrix: padded or pre-scaled ones stay here"
+            where,
+            f"{q!r} is no plain matrix: padded, pre-scaled and rotated ones stay here",
         )
     rows, columns = q.scale_tile_shape
     if rows != 1 and q.shape[0] != 1:

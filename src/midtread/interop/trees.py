@@ -24,7 +24,7 @@ from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.numerics.qarray import QArray
 
-PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale", "pre_rotation")
 
 
 @dataclasses.dataclass(frozen=True)

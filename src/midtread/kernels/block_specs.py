@@ -101,6 +101,10 @@ def _spec_of_parts(spec: pl.BlockSpec, arg: Any) -> Any:
             f"a kernel cannot take {arg!r}: it is padded to whole tiles. Pad the array "
             "before quantizing it, or choose a tile that divides its axes."
         )
+    if arg.pre_rotation is not None:
+        raise ValueError(
+            f"a kernel cannot take {arg!r}: it rotates its inputs. Dequantize it first."
+        )
     parts = {"scale": arg.scale, "zero_point": arg.zero_point,
              "global_scale": arg.global_scale, "pre_scale": arg.pre_scale}  # fmt: skip
     own = {

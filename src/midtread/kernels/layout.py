@@ -161,8 +161,7 @@ def parts_of(x: Any) -> list[jax.Array]:
     """Returns the arrays that an operand consists of."""
     if not isinstance(x, QArray):
         return [x]
-    parts = x.qvalue, x.scale, x.zero_point, x.pre_scale, x.global_scale
-    return [part for part in parts if part is not None]
+    return jax.tree.leaves(x)
 
 
 def is_static(*arrays: Any) -> bool:
@@ -318,7 +317,7 @@ def why_not_weight(x: Any, w: Any) -> str | None:
     """Says why this is not a float array by codes that our kernels know; None if it is."""
     if isinstance(x, QArray) or not isinstance(w, QArray) or not is_wide(x.dtype):
         return "it is not a matmul of floats by codes"
-    if w.pre_scale is not None:
+    if w.pre_scale is not None or w.pre_rotation is not None:
         return "its weight has a factor along the sum"
     if np.dtype(np.float64) in (x.dtype, w.scale.dtype):
         return "it is in float64"

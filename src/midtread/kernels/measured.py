@@ -4,7 +4,8 @@ Few rows are bound by the bytes of the weight, and quantizing them first costs a
 nothing; many rows are bound by multiplying, which is twice as fast in 8 bits. Where one turns
 into the other depends on the device, so it is a table of measurements: time of bfloat16 over
 time of the format, by the rows of the matmul. `mt.explain(..., kernels=True)` reads it; the
-choice between the two stays the user's, since they give other numbers.
+choice between the two stays the user's, since they give other numbers. `mt.allocate(...,
+milliseconds=)` reads it too.
 
 Adding a device is adding a row to MEASURED, from `benchmarks/gpu.py decode` and `sweep`.
 """
@@ -43,6 +44,50 @@ MEASURED = (
         },
     ),
 )  # fmt: skip
+
+
+# Bytes per second of a device's memory, by its data sheet.
+BANDWIDTHS = {"NVIDIA H200": 4.8e12, "NVIDIA H100": 3.35e12}
+
+
+def milliseconds(device: str, weight: str, size: int, rows: int = 1) -> float:
+    """How long a step of decoding takes for a weight, by what was measured: the time that it
+    takes to read as bfloat16, over how many times faster the format was.
+
+    >>> round(milliseconds("NVIDIA H200", "int4", 4096 * 14336), 4)
+    0.0097
+
+    Args:
+        device: its kind, as JAX has it.
+        weight: its format, by its short name; "bfloat16" too.
+        size: how many elements it has.
+        rows: of the matmul, all in float; the nearest number that was timed counts.
+
+    Raises:
+        ValueError: nothing was measured for the device, or for the format on it.
+    """
+    known = next((m for m in MEASURED if device.startswith(m.device)), None)
+    if known is None:
+        raise ValueError(
+            f"nothing was measured on {device}, only on "
+            f"{', '.join(m.device for m in MEASURED)}: give one of them as device=..., or a "
+            "budget in bytes."
+        )
+    timed = min(known.rows, key=lambda n: abs(math.log(n / rows)))
+    index = known.rows.index(timed)
+    speeds = {
+        name: x[index]
+        for (name, act), x in known.speeds.items()
+        if act == FLOAT and index < len(x)
+    }
+    speeds["bfloat16"] = 1.0
+    if weight not in speeds:
+        raise ValueError(
+            f"no times of {weight} weights were measured on {known.device} with {timed} rows, "
+            f"only of {', '.join(sorted(speeds))}: leave it out, or give a budget in bytes."
+        )
+    seconds = 2 * size / BANDWIDTHS[known.device] / speeds[weight]
+    return 1000 * seconds
 
 
 def compare(device: str, weight: str, act: str, rows: int) -> str:

@@ -128,18 +128,22 @@ def load(config: Config, path: str) -> nnx.Module:
 
 
 def _with_factors(target: nnx.Module, manifest: Mapping[str, Any]) -> nnx.Module:
-    """The model to serve, with room for factors of inputs (AWQ, SmoothQuant) where the
-    checkpoint holds some: rules do not say which weights have them."""
+    """The model to serve, with room for factors and rotations of inputs, and for zero points
+    that are fractions (HQQ), where the checkpoint holds some: rules do not say which weights
+    have them."""
     for path, module in nnx.iter_modules(target):
         for name, box in list(vars(module).items()):
             entry = manifest["entries"].get("/".join(map(str, (*path, name))), {})
-            record = entry.get("parts", {}).get("pre_scale")
-            if record is None or not isinstance(box, WithAux):
-                continue
-            shape = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"])
-            factors = flaxlib.like(box.array.scale, shape)
-            array = box.array.replace(pre_scale=factors)
-            setattr(module, name, box.replace(array=array))
+            for part in ("zero_point", "pre_scale", "pre_rotation"):
+                record = entry.get("parts", {}).get(part)
+                if record is None or not isinstance(box, WithAux):
+                    continue
+                if part == "zero_point" and "float" not in record["dtype"]:
+                    continue
+                shape = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"])
+                factors = flaxlib.like(box.array.scale, shape)
+                box = box.replace(array=box.array.replace(**{part: factors}))
+                setattr(module, name, box)
     return target
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.measured import BANDWIDTHS
 from midtread.lm import build, memory
 from midtread.lm import mesh as meshes
 from midtread.lm.config import Config
@@ -47,15 +48,15 @@ _8_BITS = ("e4m3", "e5m2", "int8")
 HOST = 8  # devices of a host
 
 
-def _device(name, bf16, low, f32, memory, inside, outside) -> Device:
+def _device(name, bf16, low, f32, inside, outside) -> Device:
     flops = {"bf16": bf16, "f16": bf16, "f32": f32, **dict.fromkeys(_8_BITS, low)}
-    return Device(name, flops, memory, inside, outside)
+    return Device(name, flops, BANDWIDTHS[name], inside, outside)
 
 
 DEVICES = [
-    #        name            bf16     8 bits   f32     memory   NVLink   network
-    _device("NVIDIA H200",  989e12,  1979e12,  67e12,  4.8e12,  450e9,   50e9),
-    _device("NVIDIA H100",  989e12,  1979e12,  67e12,  3.35e12, 450e9,   50e9),
+    #        name            bf16     8 bits   f32     NVLink   network
+    _device("NVIDIA H200",  989e12,  1979e12,  67e12,  450e9,   50e9),
+    _device("NVIDIA H100",  989e12,  1979e12,  67e12,  450e9,   50e9),
 ]  # fmt: skip
 
 

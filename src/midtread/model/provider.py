@@ -210,11 +210,8 @@ class QuantizationProvider:
         """Returns the first rule that matches the current module and op, and the op's id."""
         module = intercept.current_module()
         path = flaxlib.path_of(module)
-        self._paths.setdefault(path, set()).add(op_name)
-        index = self.rule_at(path, op_name)
+        index = self.match(path, op_name)
         rule = None if index is None else self._rules[index]
-        if index is not None:
-            self._rule_matches[index] += 1
         if only_rule:
             return rule, None
         counter, late = self._counter(module), here.is_late
@@ -223,6 +220,14 @@ class QuantizationProvider:
         op_id = f"{op_name}{counter[op_name, late] - 1 + LATE * late}"
         witness.rule(index, op_id)
         return rule, op_id
+
+    def match(self, path: str, op_name: str) -> int | None:
+        """Returns what `rule_at` does, and notes it for the report of unused rules."""
+        self._paths.setdefault(path, set()).add(op_name)
+        index = self.rule_at(path, op_name)
+        if index is not None:
+            self._rule_matches[index] += 1
+        return index
 
     def _matching_rules(self, path: str, op_name: str) -> Iterator[int]:
         """Yields the rules that match an op of a module; the first of them applies."""

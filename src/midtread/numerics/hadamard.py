@@ -3,7 +3,13 @@
 R = H D / sqrt(n), with H the n x n Hadamard matrix of +-1 and D random signs, is
 orthogonal: rotating both operands of a matmul along the axis it sums changes nothing
 but the rounding, since (R x) . (R y) = x . y.
+
+    rotate(x, size, key)    with random signs, in runs of `size`: for gradients
+    turn(x, signs)          with signs that are given, as a served weight keeps them
+    turn_back(w, signs)     its inverse, along the weight's axis
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +30,44 @@ def matrix(size: int) -> np.ndarray:
     while len(h) < size:
         h = np.block([[h, h], [h, -h]])
     return h
+
+
+def turn(x: jax.Array, signs: jax.Array) -> jax.Array:
+    """Multiplies `x` by diag(signs) H / sqrt(n), in runs of n along the axis where `signs`,
+    of x's rank, has n elements.
+
+    >>> turn(jnp.array([1.0, 0.0]), jnp.array([1.0, -1.0])).round(3).tolist()
+    [0.7070000171661377, 0.7070000171661377]
+    """
+    return _runs(x, signs, lambda runs, signs: _transform(runs * signs))
+
+
+def turn_back(x: jax.Array, signs: jax.Array) -> jax.Array:
+    """The inverse of `turn`: multiplies by H diag(signs) / sqrt(n)."""
+    return _runs(x, signs, lambda runs, signs: _transform(runs) * signs)
+
+
+def _runs(x: jax.Array, signs: jax.Array, turned: Callable) -> jax.Array:
+    size = max(signs.shape)
+    if size == 1:
+        return x * signs.astype(x.dtype)
+    axis = signs.shape.index(size)
+    moved = jnp.moveaxis(x, axis, -1)
+    runs = moved.reshape(*moved.shape[:-1], -1, size).astype(jnp.float32)
+    out = turned(runs, signs.reshape(size).astype(jnp.float32))
+    return jnp.moveaxis(out.reshape(moved.shape).astype(x.dtype), -1, axis)
+
+
+def _transform(x: jax.Array) -> jax.Array:
+    """H x / sqrt(n) along the last axis, by log2(n) rounds of sums and differences."""
+    shape, width = x.shape, 1
+    size = shape[-1]
+    while width < size:
+        pairs = x.reshape(*shape[:-1], -1, 2, width)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([a + b, a - b], axis=-2).reshape(shape)
+        width *= 2
+    return x * size**-0.5
 
 
 def rotate(

@@ -1,6 +1,7 @@
 """QArray: codes, and what they are codes of.
 
-    x  ~  (value(qvalue) - zero_point) * scale        [* global_scale] [* pre_scale]
+    x  ~  (value(qvalue) - zero_point) * scale        [* global_scale] [* pre_scale], and
+          turned by [pre_rotation]
 
 `scale` has the rank of `qvalue`, and each of its extents divides qvalue's: a scale of
 extent N/t stands for t neighbours. Per tensor, per channel, sub-channel and 2-D blocks
@@ -12,6 +13,7 @@ Optional parts, None unless asked for:
     global_scale    second level of an nvfp4 array whose `scale` is kept in e4m3
     pre_scale       factors along summed axes that the other operand of a matmul is
                     multiplied by before it is quantized (SmoothQuant, AWQ)
+    pre_rotation    signs of a Hadamard rotation that the other operand goes through first
     logical         extents before padding to whole tiles; None on axes never padded.
                     Counted from the right, so that leading axes may come and go (scan)
 """
@@ -27,13 +29,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from midtread.numerics import formats, rounding, views
+from midtread.numerics import formats, hadamard, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, largest, measure
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.scales import Scales, compute_scales
 from midtread.numerics.spec import Spec
 
-_PARTS = ("qvalue", "scale", "zero_point", "global_scale", "pre_scale")
+_PARTS = (
+    "qvalue",
+    "scale",
+    "zero_point",
+    "global_scale",
+    "pre_scale",
+    "pre_rotation",
+)
 
 
 class _NotAnArray:
@@ -81,6 +90,9 @@ class QArray:
         global_scale: the second level of an nvfp4 array whose `scale` is kept in e4m3.
         pre_scale: factors along summed axes, by which the other operand of a matmul is
             multiplied before it is quantized (SmoothQuant, AWQ).
+        pre_rotation: signs, n along one summed axis: the other operand is multiplied by
+            them in runs of n, and every run by the Hadamard matrix of size n, before all
+            else. n is a power of two.
         logical: extents before padding to whole tiles, counted from the right; None where
             an axis was never padded.
     """
@@ -93,6 +105,7 @@ class QArray:
     qtype: jax.typing.DTypeLike = None  # pyright: ignore[reportAssignmentType]
     global_scale: jax.Array | None = None
     pre_scale: jax.Array | None = None
+    pre_rotation: jax.Array | None = None
     logical: tuple[int | None, ...] | None = None
 
     def __post_init__(self):
@@ -258,7 +271,7 @@ def validate(q: QArray) -> None:
     """Raises a ValueError if the parts do not belong together; placeholders pass."""
     if not isinstance(q.qvalue, jax.Array):
         return
-    for name in ("scale", "zero_point", "global_scale", "pre_scale"):
+    for name in _PARTS[1:]:
         part = getattr(q, name)
         if part is None:
             continue
@@ -272,6 +285,13 @@ def validate(q: QArray) -> None:
                     f"{name} {part.shape} should be broadcastable to qvalue "
                     f"{q.qvalue.shape}: every extent must divide."
                 )
+    if q.pre_rotation is not None:
+        runs = [n for n in q.pre_rotation.shape if n > 1]
+        if len(runs) > 1 or any(n & (n - 1) for n in runs):
+            raise ValueError(
+                f"pre_rotation {q.pre_rotation.shape} should have one axis of signs, as many "
+                "as a power of two."
+            )
     if q.qvalue.dtype != q.format.dtype:
         raise ValueError(
             f"{q.qvalue.dtype} is not a valid type for qvalue of {q.format.name}."
@@ -517,7 +537,10 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
     for factor in (array.scale, array.global_scale, array.pre_scale):
         if factor is not None:
             value = views.broadcast_with(jnp.multiply, value, factor.astype(wide))
-    return views.crop_to(value.astype(dtype or array.dtype), array.shape)
+    value = views.crop_to(value, array.shape)
+    if array.pre_rotation is not None:
+        value = hadamard.turn_back(value, array.pre_rotation)
+    return value.astype(dtype or array.dtype)
 
 
 def is_float(x: Any) -> bool:

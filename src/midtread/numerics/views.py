@@ -141,6 +141,8 @@ def reshape(q: "QArray", shape: Sequence) -> "QArray":
             f"{q.qvalue.shape}. Dequantize it first."
         )
     groups = _matching_groups(q.shape, shape)
+    if q.pre_rotation is not None:
+        _check_rotated(q, groups, shape)
 
     def reshape_part(part):
         target, start = [], 0
@@ -151,6 +153,19 @@ def reshape(q: "QArray", shape: Sequence) -> "QArray":
         return part.reshape(target)
 
     return q.map(reshape_part)
+
+
+def _check_rotated(q: "QArray", groups: Sequence, shape: Sequence[int]) -> None:
+    """Refuses to cut or merge the axis along which inputs are rotated."""
+    start = 0
+    for old, new in groups:
+        signs = q.pre_rotation.shape[start : start + len(old)]
+        start += len(old)
+        if max(signs, default=1) > 1 and old != new:
+            raise ValueError(
+                f"cannot reshape {q.shape} to {tuple(shape)}: inputs are rotated along "
+                f"axes {old}. Dequantize it first."
+            )
 
 
 def _reshaped_extents(extents, old, new, old_shape, new_shape) -> list[int]:
@@ -227,6 +242,11 @@ def take(q: "QArray", index: Any) -> "QArray":
         if i is None:
             logical.append(None)
             continue
+        if _turns(q, axis) and not _is_whole(i):
+            raise ValueError(
+                f"cannot index axis {axis} with {i!r}: inputs are rotated along it. "
+                "Dequantize first."
+            )
         if padded[axis] is not None and not _is_whole(i):
             raise ValueError(
                 f"cannot index axis {axis} with {i!r}: it is padded from {padded[axis]} to "
@@ -251,6 +271,10 @@ def take(q: "QArray", index: Any) -> "QArray":
 
     kept = tuple(logical) if any(n is not None for n in logical) else None
     return q.map(take_part, logical=kept)
+
+
+def _turns(q: "QArray", axis: int) -> bool:
+    return q.pre_rotation is not None and q.pre_rotation.shape[axis] > 1
 
 
 def _plain_indices(index: tuple) -> list:

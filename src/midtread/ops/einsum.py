@@ -197,7 +197,7 @@ def broadcast(terms, operands):
 def _repeat(x: Operand, shape) -> Operand:
     if not isinstance(x, QArray):
         return views.expand(x, shape)
-    if x.logical is not None:
+    if x.logical is not None or x.pre_rotation is not None:
         return views.expand(dequantize(x), shape)
     values = views.expand(x.qvalue, shape)
     grow = lambda part: views.expand(

@@ -30,7 +30,7 @@ from jax import lax
 from midtread.kernels import choose, xla
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Groups, Matmul, codes_of
-from midtread.numerics import formats, views
+from midtread.numerics import formats, hadamard, views
 from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.ops import witness
@@ -74,7 +74,7 @@ def _contract(
             validate(operand)
     result = c.preferred or result_dtype(lhs, rhs)
     shape = _kept_extents(c, lhs, rhs)
-    lhs, rhs = _take_pre_scale(c, lhs, rhs)
+    lhs, rhs = turned_inputs(c, lhs, rhs)
     lhs, rhs = _match_padding(c, lhs, rhs)
     tiles = _loop_plan(c, lhs, rhs)
     out = None
@@ -130,33 +130,52 @@ def _is_linear(qtype: Any) -> bool:
 def is_code(x: Operand) -> bool:
     """Whether it can be multiplied as it is: codes of a linear format, bare or scaled."""
     if isinstance(x, QArray):
-        return _is_linear(x.qtype) and x.pre_scale is None and x.global_scale is None
+        has_factor = any(
+            part is not None for part in (x.pre_scale, x.pre_rotation, x.global_scale)
+        )
+        return _is_linear(x.qtype) and not has_factor
     return not is_wide(x.dtype) and x.dtype != jnp.bool_
 
 
-def _take_pre_scale(c: Contraction, lhs: Operand, rhs: Operand):
-    """Multiplies a pre-scale into the other operand, if that is still in float."""
+@untouched
+def turned_inputs(
+    c: Contraction, lhs: Operand, rhs: Operand
+) -> tuple[Operand, Operand]:
+    """The operands, with what a stored weight asks of its inputs done to the other one, if
+    that is still in float: it is rotated, then multiplied by the pre-scale."""
     for side, other in (("lhs", "rhs"), ("rhs", "lhs")):
         mine, theirs = (lhs, rhs) if side == "lhs" else (rhs, lhs)
-        if not isinstance(mine, QArray) or mine.pre_scale is None:
+        if not isinstance(mine, QArray):
+            continue
+        if mine.pre_scale is None and mine.pre_rotation is None:
             continue
         if isinstance(theirs, QArray) or not is_wide(theirs.dtype):
-            continue  # dequantizing applies it
-        factors = _summed_only(c, mine.pre_scale, side, other)
-        theirs = views.broadcast_with(
-            jnp.multiply, theirs, factors.astype(theirs.dtype)
-        )
-        mine = mine.replace(pre_scale=None)
+            continue  # dequantizing applies them
+        validate(mine)
+        if mine.pre_rotation is not None:
+            signs = _summed_only(c, mine, "pre_rotation", side, other)
+            theirs = hadamard.turn(theirs, signs)
+        if mine.pre_scale is not None:
+            factors = _summed_only(c, mine, "pre_scale", side, other)
+            factors = _cropped(factors, theirs.shape).astype(theirs.dtype)
+            theirs = views.broadcast_with(jnp.multiply, theirs, factors)
+        mine = mine.replace(pre_scale=None, pre_rotation=None)
         lhs, rhs = (mine, theirs) if side == "lhs" else (theirs, mine)
     return lhs, rhs
 
 
-def _summed_only(c, part, side, other):
+def _cropped(factors: jax.Array, shape) -> jax.Array:
+    """Factors of the inputs that there are, without those of padding."""
+    return views.crop_to(factors, [min(n, m) for n, m in zip(factors.shape, shape)])
+
+
+def _summed_only(c, mine: QArray, name: str, side, other):
+    part = getattr(mine, name)
     labels, target = c.labels(side), c.labels(other)
     extent = dict(zip(labels, part.shape))
     if any(n != 1 and x not in c.summed for x, n in extent.items()):
         raise ValueError(
-            f"pre_scale {part.shape} varies along an axis that {c.name} keeps; it may vary "
+            f"{name} {part.shape} varies along an axis that {c.name} keeps; it may vary "
             "along summed axes only."
         )
     return lay_over(part, labels, target)

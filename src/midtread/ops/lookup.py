@@ -51,7 +51,8 @@ def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:
     """Does what jnp.take does, from a quantized table."""
     extent = q.qvalue.shape[axis]
     tiled = any(p.shape[axis] not in (1, extent) for p in jax.tree.leaves(q))
-    if tiled or q.shape[axis] != extent or q.global_scale is not None:
+    is_rotated = q.pre_rotation is not None
+    if tiled or is_rotated or q.shape[axis] != extent or q.global_scale is not None:
         return jnp.take(dequantize(q), indices, axis, **options)
     indices = jnp.asarray(indices)
 

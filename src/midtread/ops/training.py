@@ -41,6 +41,7 @@ from midtread.ops.engine import (
     codes_of,
     contract,
     is_code,
+    turned_inputs,
     varies_only_where_kept,
 )
 from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe
@@ -81,7 +82,12 @@ def train(
     # Layers that look alike share one trace, gradient included. Only where there is noise
     # does the site matter.
     static = _Static(recipe, site if recipe.is_random else "", here())
-    run = lambda: _run(static, c, lhs, rhs, ranges or Ranges(), key)
+
+    def run() -> jax.Array:
+        # Inputs are turned and scaled as a stored weight asks before they are quantized.
+        operands = turned_inputs(c, lhs, rhs)
+        return _run(static, c, *operands, ranges or Ranges(), key)
+
     return witness.contraction(c, recipe, lhs, rhs, run)
 
 

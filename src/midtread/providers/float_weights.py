@@ -39,10 +39,10 @@ class FloatWeights:
         self._met: dict[int, tuple[bool, str]] = {}
 
     def note(self, owner: Any, name: str, why: str) -> None:
-        self.reasons.setdefault(_path(owner, name), why)
+        self.reasons.setdefault(param_path(owner, name), why)
 
     def note_bridged(self, owner: Any, name: str) -> None:
-        self._bridged.add(_path(owner, name))
+        self._bridged.add(param_path(owner, name))
 
     def note_met(self, index: int, is_met: bool, module: Any) -> None:
         before, path = self._met.get(index, (False, flaxlib.path_of(module)))
@@ -108,7 +108,7 @@ class FloatWeights:
         return ". ".join(texts)
 
 
-def _path(module: Any, name: str) -> str:
+def param_path(module: Any, name: str) -> str:
     """The path of a parameter, 'encoder/kernel'."""
     return "/".join(filter(None, (flaxlib.path_of(module), name)))
 

@@ -41,7 +41,7 @@ from midtread.ops.einsum import in_jax_order
 from midtread.ops.lookup import look_up, number_table_axes
 from midtread.ops.recipe import Fwd
 from midtread.ops.training import Ranges, serve
-from midtread.providers.float_weights import FloatWeights
+from midtread.providers.float_weights import FloatWeights, param_path
 from midtread.providers.params import check_data, quantize_like
 
 # Linen modules that give the layer inside them functions of its parameters.
@@ -282,7 +282,7 @@ class PtqProvider(QuantizationProvider):
                 return None
             raise ValueError(
                 "It seems you're feeding an unquantized param to a quantized model: "
-                f"{_path(module, name)} is float. Pass it through quantize_variables or "
+                f"{param_path(module, name)} is float. Pass it through quantize_variables or "
                 "quantize_params first."
             )
         value = quantize_by_spec(held.reshape(shape).astype(x.dtype), stored_how)

@@ -21,9 +21,9 @@ from flax import linen as nn
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.gptq import GptqOptions
 from midtread.algorithms.program import trace
-from midtread.algorithms.rotate import hadamard
 from midtread.interop.qwix.contrib import GptqRule
 from midtread.model.rules import QuantizationRule, field_names
+from midtread.numerics import hadamard
 from midtread.providers.ptq import PtqProvider
 
 
@@ -227,7 +227,7 @@ def hadamard_rotate_inputs(
             f"the summed axes have {sizes[0]} and {sizes[1]} elements: both should have the "
             "same number, a power of 2."
         )
-    R = jnp.asarray(hadamard(n), jnp.bfloat16)
+    R = jnp.asarray(hadamard.matrix(n), jnp.bfloat16)
     if row_sign_flip or col_sign_flip:
         if key is None:
             raise ValueError("random signs need a key: give one, or flip none.")

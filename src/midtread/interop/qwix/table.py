@@ -3,10 +3,12 @@
 A row is `their name: "module:name"`, below `midtread`. To take in another name, add its row.
 """
 
-_A, _M, _F, _S, _P, _C, _Q = (
+_A, _M, _F, _S, _P, _C, _Q, _O = (
     f"interop.qwix.{m}"
-    for m in ("arrays", "matmuls", "models", "sparse", "passes", "contrib", "qep")
-)
+    for m in (
+        "arrays", "matmuls", "models", "sparse", "passes", "contrib", "qep", "solvers"
+    )
+)  # fmt: skip
 
 _QARRAY = {
     "QArray": "numerics.qarray:QArray",
@@ -146,8 +148,32 @@ MODULES: dict[str, dict[str, str]] = {
     "qwix.version": {"__version__": "interop.qwix:VERSION"},
     "qwix.contrib": {},
     "qwix.contrib.calibration": {
-        name: f"{_C}:{name}"
-        for name in ("CalibrationProvider", "SinglePassCalibrationProvider")
+        **{
+            name: f"{_C}:{name}"
+            for name in ("CalibrationProvider", "SinglePassCalibrationProvider")
+        },
+        **{
+            name: f"{_O}:{name}"
+            for name in (
+                "normalize_weight", "CalibratedQuantContext",
+                "extract_calibrated_quant_context", "quantize_params_with_calibration",
+            )
+        },
+    },
+    "qwix.contrib.gptq_core": {
+        "cholesky_inverse": f"{_O}:cholesky_inverse",
+        "find_params": f"{_O}:find_params",
+        "quantize": f"{_O}:quantize_column",
+        "quantize_weight": f"{_O}:gptq_quantize_weight",
+        "compute_hessian": f"{_O}:compute_hessian",
+    },
+    "qwix.contrib.awq_core": {
+        "compute_act_scale": f"{_O}:compute_act_scale",
+        "search_optimal_scales": f"{_O}:search_optimal_scales",
+        "quantize_weight": f"{_O}:awq_quantize_weight",
+    },
+    "qwix.contrib.qep_core": {
+        name: f"{_O}:{name}" for name in ("compute_qep_stats", "weight_correct")
     },
     "qwix.contrib.gptq": {
         "GptqRule": f"{_C}:GptqRule",
@@ -167,9 +193,14 @@ MODULES: dict[str, dict[str, str]] = {
         "SqInferenceProvider": "providers.ptq:PtqProvider",
         "WithSqScale": "model.boxes:WithAux",
         "quantize_params": f"{_C}:sq_quantize_params",
+        "compute_scales_ratio": f"{_O}:compute_scales_ratio",
     },
     "qwix.contrib.qep": {
-        name: f"{_Q}:{name}" for name in ("QepRule", "QepStage", "QepResult", "quantize")
+        **{
+            name: f"{_Q}:{name}"
+            for name in ("QepRule", "QepStage", "QepResult", "quantize")
+        },
+        "quantize_params": f"{_O}:qep_quantize_params",
     },
     "qwix.contrib.hadamard_rot": {
         "hadamard_rotate_inputs": f"{_Q}:hadamard_rotate_inputs",
@@ -177,8 +208,20 @@ MODULES: dict[str, dict[str, str]] = {
     "qwix.contrib.padded_ptq": {  # every QArray is padded to whole tiles where it must be
         "PaddedPtqProvider": "providers.ptq:PtqProvider",
         "PaddedQArray": "numerics.qarray:QArray",
-        "quantize_params": f"{_F}:quantize_params",
+        "PtqProvider": "providers.ptq:PtqProvider",
+        "HowToQuantize": f"{_A}:HowToQuantize",
+        "QARRAY_KEEP_PADDED_SHAPE": f"{_O}:QARRAY_KEEP_PADDED_SHAPE",
+        "MaybeQArray": f"{_O}:MaybeQArray",
+        "calibrate": f"{_A}:calibrate",
+        "pad_to_shape": f"{_O}:pad_to_shape",
+        "get_padded_shape": f"{_O}:get_padded_shape",
+        "quantize": f"{_A}:quantize",
         "dequantize": "numerics.qarray:dequantize",
+        "dot_general": _OPS["dot_general"],
+        "einsum": _OPS["einsum"],
+        "quantize_act": f"{_F}:quantize_act",
+        "create_quantized_param": f"{_F}:create_quantized_param",
+        "quantize_params": f"{_F}:quantize_params",
     },
     "qwix.contrib.sparsity": {},
     "qwix.contrib.sparsity.sparsity_module": {"SparsityModule": f"{_S}:SparsityModule"},
@@ -287,6 +330,7 @@ LINKS = {
     "qwix._src.flax_util.find_param": f"{_F}:replace_find_param",
     "qwix._src.core.dot_general.MIN_TILE_SIZE_TO_DEQUANT_ON_OUTPUT": f"{_M}:replace_min_tile",
     "qwix._src.core.qarray.USE_RECIPROCAL_FOR_QUANTIZATION": f"{_A}:replace_reciprocal",
+    "qwix.contrib.padded_ptq.QARRAY_KEEP_PADDED_SHAPE": f"{_O}:replace_keep_padded",
 }
 
 # names that `qwix._src.core.qarray.quantize` looks up when it is called
