@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.algorithms import clip, correct, gptq, hqq, smooth
+from midtread.algorithms import clip, collect, correct, gptq, hqq, smooth
 from midtread.algorithms.weight import Axes
 from midtread.numerics.qarray import dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
@@ -120,6 +120,36 @@ def test_parts_of_the_moments_are_solved_by_themselves(layer, key):
     right = gptq.solve(w[:, 6:], spec, other, options=PAPER).array
     codes = jnp.concatenate([left.qvalue, right.qvalue], axis=1)
     np.testing.assert_array_equal(both.qvalue, codes)
+
+
+def test_weights_with_common_inputs_are_solved_as_if_alone(layer):
+    w, H = layer
+    spec = SPECS["int4/16"]
+    ws = [w, 2 * w[:, :5], w[:, ::-1]]
+    for alone, beside in zip(ws, gptq.solve_together(ws, spec, H)):
+        one = gptq.solve(alone, spec, H)
+        np.testing.assert_array_equal(beside.array.qvalue, one.array.qvalue)
+        np.testing.assert_allclose(beside.array.scale, one.array.scale, rtol=1e-5)
+        np.testing.assert_allclose(beside.cost, one.cost, rtol=1e-4)
+
+
+def test_rows_written_out_are_the_rows_of_a_loop(layer, monkeypatch):
+    """As a GPU has them."""
+    w, H = layer
+    spec = SPECS["nvfp4"]
+    loop = gptq.solve(w, spec, H).array
+    gptq._solve.clear_cache()
+    monkeypatch.setattr(gptq, "UNROLLED", {"cpu": 8})
+    out = gptq.solve(w, spec, H).array
+    gptq._solve.clear_cache()
+    np.testing.assert_array_equal(dequantize(out), dequantize(loop))
+
+
+@pytest.mark.parametrize("K", [20, 515, 1030])
+def test_squares_are_second_moments(K, key):
+    X = jax.random.normal(key, (2, 16, K))
+    wanted = np.einsum("btk,btl->bkl", *[np.asarray(X, np.float64)] * 2)
+    np.testing.assert_allclose(collect.squares(X), wanted, atol=1e-4)
 
 
 def test_stacks_of_matrices_in_any_order_of_axes(layer):

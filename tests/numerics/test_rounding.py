@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from midtread.numerics.formats import FORMATS
 from midtread.numerics.qarray import quantize_by_spec
-from midtread.numerics.rounding import decode, encode, make_noise, uniform
+from midtread.numerics.rounding import (
+    decode,
+    encode,
+    make_noise,
+    nearest_value,
+    uniform,
+)
 from midtread.numerics.spec import Spec
 from tests.support import f64, levels, mesh
 
@@ -164,3 +170,16 @@ def test_bad_requests_say_what_to_do(key):
         make_noise("up", key)
     with pytest.raises(ValueError, match="needs a random key: pass key="):
         make_noise("stochastic", None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_the_nearest_value_is_what_its_code_stands_for(fmt, key):
+    """At every level of the formats that have few, at every tie, in between, and beyond."""
+    high = fmt.grid.largest if fmt.grid else (fmt.codes or (0, 1))[1]
+    x = jax.random.normal(key, (512,)) * high / 2
+    if fmt.bits <= 8:
+        values = jnp.asarray(levels(fmt).values, jnp.float32)
+        x = jnp.concatenate([x, values, (values[1:] + values[:-1]) / 2, 9 * values])
+    x = jnp.append(x, jnp.nan)
+    wanted = decode(encode(x, fmt), fmt).astype(jnp.float32)
+    np.testing.assert_array_equal(nearest_value(x, fmt), wanted)

@@ -137,7 +137,9 @@ def moments(
     if sizes is None:
         weigh = lambda Y: jnp.einsum("btg,btk,btl->bgkl", weights, X, Y)
         if is_even:
-            weigh = lambda Y: jnp.einsum("btk,btl->bkl", X, Y)[:, None]
+            weigh = lambda Y: (
+                squares(X) if Y is X else jnp.einsum("btk,btl->bkl", X, Y)
+            )[:, None]
         largest = jnp.max(jnp.abs(X), axis=1)
         count = jnp.full(len(X), X.shape[1], jnp.float32)
     else:  # rows of X are sorted by expert
@@ -189,9 +191,23 @@ def outliers(sizes: jax.Array, share: float = 0.999) -> float:
 
 def moments_of_heads(X: jax.Array, other: jax.Array | None) -> dict[str, jax.Array]:
     """ "H" [1, G, K, K], and "C" with what comes from `other`, both [G, T, K]: reach.py."""
-    times = lambda Y: jnp.einsum("gtk,gtl->gkl", X, Y)[None]
-    stats = {"H": times(X)}
-    return stats if other is None else {**stats, "C": times(other - X)}
+    stats = {"H": squares(X)[None]}
+    if other is None:
+        return stats
+    return {**stats, "C": jnp.einsum("gtk,gtl->gkl", X, other - X)[None]}
+
+
+def squares(X: jax.Array) -> jax.Array:
+    """X^T X of every [T, K] of a stack. It is symmetric: of four quarters one is the
+    transpose of another, and is not computed."""
+    half = X.shape[-1] // 2
+    if half < 256:
+        return jnp.einsum("btk,btl->bkl", X, X)
+    left, right = X[..., :half], X[..., half:]
+    corner = jnp.einsum("btk,btl->bkl", left, right)
+    above = jnp.concatenate([squares(left), corner], axis=-1)
+    below = jnp.concatenate([corner.swapaxes(-1, -2), squares(right)], axis=-1)
+    return jnp.concatenate([above, below], axis=-2)
 
 
 def layout(site: Site) -> tuple[Any, ...]:
