@@ -29,6 +29,8 @@ def test_decoding_from_the_command_line(capsys):
     assert int8_row[:3] == ["int8w", "2", "16"] and float(int8_row[3]) > 0
     read = [int(row[6].replace(",", "")) for row in (float_row, int8_row)]
     assert read[1] < read[0]
+    assert float(float_row[8]) > 0 and float_row[9] == "-"  # a CPU's peak is not known
+    assert int(float_row[10].replace(",", "")) > read[0]
     assert "not timed: te_nvfp4, 2 x 16: quantization=te_nvfp4 is for training" in out
     assert "no bound: the bandwidth of cpu is not known here." in out
 
@@ -36,7 +38,7 @@ def test_decoding_from_the_command_line(capsys):
 def test_what_does_not_fit_is_named(monkeypatch):
     config, asked = settings.load(TINY), bench.Asked(batches=(1, 128), lengths=(64,))
     monkeypatch.setattr(room, "bytes_here", lambda: 200_000)
-    monkeypatch.setattr(bench, "_seconds", lambda *args: 0.001)
+    monkeypatch.setattr(bench, "_seconds", lambda *args: (0.001, 7))
     fits, large = bench.decoding(config, asked)
     assert fits.seconds == 0.001 and large.seconds is None
     assert bench.decoding_rows([fits, large])[1][3:6] == ["-", "-", "-"]
@@ -59,12 +61,13 @@ def test_every_format_is_timed_once():
 
 def test_the_bound_is_bytes_over_bandwidth(monkeypatch):
     monkeypatch.setattr(roofline, "device_here", lambda: roofline.DEVICES[0])
-    plain = bench.Decoded("bfloat16", 8, 1024, seconds=0.010, bytes_read=24_000_000_000)
+    plain = bench.Decoded("bfloat16", 8, 1024, seconds=0.010, bytes_read=24_000_000_000,
+                          flops=98.9e9, peak_bytes=9)  # fmt: skip
     fast = plain._replace(name="int8w", seconds=0.005, bytes_read=12_000_000_000)
     rows = bench.decoding_rows([plain, fast])
     assert [row[4:] for row in rows] == [
-        ["800.0", "1.00x", "24,000,000,000", "50%"],
-        ["1,600.0", "2.00x", "12,000,000,000", "50%"],
+        ["800.0", "1.00x", "24,000,000,000", "50%", "9.89", "1.0%", "9"],
+        ["1,600.0", "2.00x", "12,000,000,000", "50%", "19.8", "2.0%", "9"],
     ]
     (note,) = bench.decoding_notes([plain, fast])
     assert note == (

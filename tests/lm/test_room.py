@@ -53,3 +53,6 @@ def test_flops_of_a_llama():
     weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without table and norms
     want = 6 * weights * 4 * 4096 + 3.5 * 4 * 4 * 4096**2 * 4096 / 2 * 32
     assert abs(roofline.model_flops(config) / want - 1) < 1e-6
+    # Decoding: 2 N a token, and 4 D a token of the cache.
+    want = 8 * (2 * weights + 4 * 1000 * 4096 * 32)
+    assert abs(roofline.decoding_flops(config, 8, 1000) / want - 1) < 1e-6

@@ -7,7 +7,8 @@ compile seconds, bytes at the peak (as the compiled program says).
 Of decoding: the median time of a step, one token of every sequence, for each number of
 sequences (`batches=`), length of the cache (`lengths=`) and format of weights (`formats=`,
 values of `quantization`). A step reads every weight and the whole cache once, so beside it stands the
-time that these bytes take at the device's bandwidth. Caches are full of zeros: what a step
+time that these bytes take at the device's bandwidth, FLOP/s that the model needs, and bytes at
+the peak. Caches are full of zeros: what a step
 costs does not depend on what was said. `time=train` and `time=decode` ask for one of the two alone.
 """
 
@@ -203,6 +204,8 @@ class Decoded(NamedTuple):
     length: int
     seconds: float | None = None  # of a step, one token of every sequence
     bytes_read: int = 0  # weights that a step multiplies by, and the cache
+    flops: float = 0.0  # of a step
+    peak_bytes: int = 0  # of weights, cache and what a step computes
     why_not: str = ""  # it was not timed
 
     @property
@@ -282,30 +285,35 @@ def _timed(
     cache = kv.nbytes(
         jax.eval_shape(lambda: kv.make(m, row.sequences, row.length, fmt))
     )
-    row = row._replace(bytes_read=_weights_read(model, m, row.sequences) + cache)
+    read = _weights_read(model, m, row.sequences) + cache
+    flops = roofline.decoding_flops(config, row.sequences, row.length)
+    row = row._replace(bytes_read=read, flops=flops)
     if why_not := _why_no_room(weights + cache, limit):
         return row._replace(why_not=f"weights and cache {why_not}")
     try:
-        return row._replace(seconds=_seconds(model, m, row, fmt))
+        seconds, peak = _seconds(model, m, row, fmt)
+        return row._replace(seconds=seconds, peak_bytes=peak)
     except (UsageError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, UsageError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return row._replace(why_not=first_line(error))
 
 
-def _seconds(model: models.Transformer, m: Model, row: Decoded, fmt) -> float:
-    """Returns the median time of a step of sequences that come near the cache's end."""
+def _seconds(model: models.Transformer, m: Model, row: Decoded, fmt):
+    """Returns the median time of a step of sequences that come near the cache's end, and the
+    bytes that it needs."""
     server = decode.Server(
         model, m, slots=row.sequences, length=row.length, cache_format=fmt
     )
     count = max(1, min(decode.COUNT, row.length // (CALLS + 2)))
+    peak = server.peak_bytes(count)
     server.pretend(row.length - (CALLS + 1) * count)
     times = []
     for _ in range(CALLS + 1):  # the first one compiles
         started = time.perf_counter()
         server.step(count)
         times.append((time.perf_counter() - started) / count)
-    return sorted(times[1:])[CALLS // 2]
+    return sorted(times[1:])[CALLS // 2], peak
 
 
 def _weights_read(model: models.Transformer, m: Model, sequences: int) -> int:
@@ -324,7 +332,7 @@ def _weights_read(model: models.Transformer, m: Model, sequences: int) -> int:
 
 
 DECODING = ("decoding", "sequences", "cache", "ms a step", "tokens/s", "speed",
-            "bytes read", "of bound")  # fmt: skip
+            "bytes read", "of bound", "TFLOP/s", "of peak", "peak bytes")  # fmt: skip
 
 
 def decoding_rows(decoded: list[Decoded]) -> list[list[str]]:
@@ -344,6 +352,11 @@ def decoding_rows(decoded: list[Decoded]) -> list[list[str]]:
             f"{100 * x.bytes_read / device.memory / x.seconds:.0f}%"
             if device and x.seconds
             else "-",
+            f"{x.flops / x.seconds / 1e12:.3g}" if x.seconds else "-",
+            f"{100 * x.flops / x.seconds / device.flops['bf16']:.1f}%"
+            if device and x.seconds
+            else "-",
+            f"{x.peak_bytes:,}" if x.peak_bytes else "-",
         ]
         for x in decoded
     ]

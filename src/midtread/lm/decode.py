@@ -395,6 +395,16 @@ class Server:
         )
         self._left = np.array(left)
 
+    def peak_bytes(self, count: int = COUNT) -> int:
+        """Returns the bytes that `step` needs, weights, cache and what it computes, as its
+        compiled program says; 0 where that says nothing."""
+        arguments = (self._weights, self._slots, self._seed, count)
+        memory = self._program.go_on.lower(*arguments).compile().memory_analysis()
+        if memory is None:
+            return 0
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        return peak + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
     def warm(self, count: int = COUNT) -> None:
         """Compiles `step` before there is anything to do."""
         assert not self._left.any(), "some sequence is under way"

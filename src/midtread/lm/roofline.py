@@ -76,21 +76,40 @@ def model_flops(config: Config) -> float:
     computed again counts, so these FLOPs over the peak's are the model FLOPs utilization.
     """
     tokens = config.batch_size * config.max_target_length
+    pairs = config.batch_size * config.max_target_length**2 / 2
+    return 6 * _weights_of_a_token(config) * tokens + 3.5 * _attention(config, pairs)
+
+
+def decoding_flops(config: Config, sequences: int, length: int) -> float:
+    """Returns the FLOPs of a step of decoding: one token of every sequence, each with
+    `length` tokens before it."""
+    weights = 2 * _weights_of_a_token(config, ahead=False) * sequences
+    return weights + _attention(config, sequences * length, ahead=False)
+
+
+def _weights_of_a_token(config: Config, ahead: bool = True) -> float:
+    """Returns the weights that a token is multiplied by, with or without the heads that look
+    further ahead."""
     share = config.num_experts_per_tok / config.num_experts
     used = 0.0
     for path, var in memory.weights_of(config):
         names = var.get_metadata().get("out_sharding") or ()
         is_table = "token_embedder" in path and not config.logits_via_embedding
-        if len([n for n in names if n != "layers"]) > 1 and not is_table:
+        is_ahead = str(path[0]).startswith("mtp_block")
+        is_matrix = len([n for n in names if n != "layers"]) > 1
+        if is_matrix and not is_table and (ahead or not is_ahead):
             used += var.size * (share if "experts" in names else 1)
+    return used
+
+
+def _attention(config: Config, pairs: float, ahead: bool = True) -> float:
+    """Returns the FLOPs of attention's two matmuls over so many pairs of tokens a layer."""
     if config.attention_type == "mla":
         width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     else:
         width = 2 * config.head_dim
-    pairs = config.batch_size * config.max_target_length**2 / 2
-    layers = config.num_decoder_layers + config.mtp_num_layers
-    attention = 2 * pairs * config.num_query_heads * width * layers
-    return 6 * used * tokens + 3.5 * attention
+    layers = config.num_decoder_layers + ahead * config.mtp_num_layers
+    return 2 * pairs * config.num_query_heads * width * layers
 
 
 class Bound(NamedTuple):

@@ -312,12 +312,18 @@ class Loop:
 
     def run(self) -> float:
         config, first = self.config, int(self.state.step)
-        eval_loss = math.nan
+        eval_loss, ahead = math.nan, None
         with self.terminal.progress(first, config.steps) as show:
             for number in range(first, config.steps):
                 started = time.perf_counter()
-                batch = self._placed(next(self.batches))
+                batch = ahead or self._placed(next(self.batches))
                 self.state, metrics = self.step(self.state, batch)
+                done = number + 1 == config.steps
+                saves = done or (number + 1) % config.checkpoint_period == 0
+                # While the device works, the next batch is made; not before a checkpoint,
+                # which notes where the data stands.
+                is_last = done or (self.checkpoints and saves)
+                ahead = None if is_last else self._placed(next(self.batches))
                 line = {"step": number, **{k: float(v) for k, v in metrics.items()}}
                 took = time.perf_counter() - started
                 if number > first:  # the first step compiles
@@ -326,16 +332,13 @@ class Loop:
                 line |= {"step_seconds": took, "tokens_per_second": tokens / took}
                 if self.peak:
                     line["utilization"] = self.flops / took / self.peak
-                done = number + 1 == config.steps
                 due = config.eval_interval and (number + 1) % config.eval_interval == 0
                 if done or due:
                     line["eval_loss"] = eval_loss = self._evaluate(number)
                 self.metrics.write(line)
                 check_loss(self.metrics.lines, self._last_good())
                 show(line)
-                if self.checkpoints and (
-                    done or (number + 1) % config.checkpoint_period == 0
-                ):
+                if self.checkpoints and saves:
                     self._save()
         if first >= config.steps:
             eval_loss = self._evaluate(first - 1)

@@ -83,7 +83,10 @@ class Terminal:
         table = Table(*columns, box=None)
         for row in rows:
             table.add_row(*map(escape, row))
-        self.console.print(table)
+        # A number that is cut short is lost, so a wide table runs over the edge instead.
+        wide = self.console.options.update(max_width=1000)
+        table.width = self.console.measure(table, options=wide).maximum
+        self.console.print(table, crop=False, soft_wrap=True)
 
 
 def _now(line: dict[str, Any]) -> str:
