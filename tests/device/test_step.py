@@ -73,30 +73,34 @@ def test_attention_over_a_cache(batch, slots, fmt):
     assert error(got, attention(q, k, v, stop, first)) < 6e-3
 
 
-WORDS = ["tiny", "emb_dim=512", "mlp_dim=1024", "head_dim=128", "num_query_heads=4"]
+WORDS = ["tiny", "emb_dim=1024", "mlp_dim=1024", "head_dim=128", "num_query_heads=4"]
 WORDS += ["num_kv_heads=2", "num_decoder_layers=2", "dtype=bfloat16"]
 WORDS += ["weight_dtype=bfloat16"]
 
 
-@pytest.mark.parametrize("cache_format", [None, ("int4", "dkv")], ids=str)
-def test_a_loop_writes_its_cache_in_place(cache_format):
-    """No array of a cache is copied in the compiled loop, and kernels give the logits that
-    XLA gives."""
-    config = settings.load([*WORDS, "quantization=int8w"])
+@pytest.mark.parametrize(
+    ("value", "cache_format"), [("int8", None), ("int4w", ("int4", "dkv"))], ids=str
+)
+def test_a_loop_writes_its_cache_in_place(value, cache_format):
+    """No array of a cache is copied in the compiled loop, and kernels give the tokens that XLA
+    gives; at 32 rows matmuls leave parts of their sums."""
+    qwix = ["use_qwix_quantization=true"] if value == "int8" else []
+    config = settings.load([*WORDS, f"quantization={value}", *qwix])
     m = section(config, Model)
     net = decode.prepare(convert.in_memory(config, model.create(m)))
     tokens = {}
     for name in ("xla", None):
         with implementation(name):
             server = decode.Server(
-                net, m, slots=4, length=96, cache_format=cache_format
+                net, m, slots=32, length=96, cache_format=cache_format
             )
-            server.prefill({i: [1 + i, 2, 3] for i in range(4)}, 40)
+            server.prefill({i: [1 + i, 2, 3] for i in range(32)}, 40)
             tokens[name] = server.step(16)
             arguments = (server._weights, server._slots, server._seed, 16)
             text = server._program.go_on.lower(*arguments).compile().as_text()
-    copied = re.findall(r"= \w+\[4,96,2,\d+\]\S* (?:copy|transpose)\(", text)
+    copied = re.findall(r"= \w+\[32,96,2,\d+\]\S* (?:copy|transpose)\(", text)
     assert not copied
-    same = [x == y for i in range(4) for x, y in zip(tokens["xla"][i], tokens[None][i])]
-    assert np.mean([tokens["xla"][i][0] == tokens[None][i][0] for i in range(4)]) > 0.7
-    assert np.mean(same) > 0.3  # random weights: after one other token all are others
+    first = [tokens["xla"][i][0] == tokens[None][i][0] for i in range(32)]
+    assert np.mean(first) > 0.7  # random weights: some two logits are nearly equal
+    same = [x == y for i in range(32) for x, y in zip(tokens["xla"][i], tokens[None][i])]  # fmt: skip
+    assert np.mean(same) > 0.3  # after one other token all are others

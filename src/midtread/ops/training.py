@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from midtread.kernels import choose
+from midtread.kernels import choose, pending
 from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
@@ -75,7 +75,10 @@ def train(
     # Layers that look alike share one trace, gradient included. Only where there is noise
     # does the site matter.
     static = _Static(recipe, site if recipe.is_random else "", here())
-    run = lambda: _run(static, c, lhs, rhs, ranges or Ranges(), key)
+    given = c, lhs, rhs, ranges or Ranges(), key
+    run = lambda: _run(static, *given)
+    if pending.is_wanted():  # a decoding step, which has no gradient
+        run = lambda: _forward(static, *given, learns=False)[0]
     return witness.contraction(c, recipe, lhs, rhs, run)
 
 
