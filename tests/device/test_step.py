@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.kernels import choose
+from midtread.kernels import choose, pending
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import implementation
 from midtread.kernels.write_cache import Token
 from midtread.lm import cache as kv
 from midtread.lm import convert, decode, model, settings
 from midtread.lm.config import Model, section
-from tests.device.test_kernels import by_kernel, error, random, wide
+from midtread.numerics.formats import as_format
+from midtread.numerics.spec import Spec
+from tests.device.test_kernels import by_kernel, error, quantize, random, wide
 from tests.kernels.test_grouped import attention
 from tests.kernels.test_step import (
     CACHES,
@@ -53,6 +55,24 @@ def test_a_token_is_turned_and_written(case):
     arrays = {k: v for k, v in vars(token).items() if k != "is_interleaved"}
     run = lambda t: choose.write(Token(**t, is_interleaved=token.is_interleaved))
     assert_written(by_kernel(run, arrays), want())
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+def test_few_rows_are_quantized(name):
+    x = random(1, 32, 14336)
+
+    def run(x):
+        with pending.collect():
+            q = choose.quantize(x, Spec(as_format(name), (0,)), summed=(1,))[0]
+            return q, pending.in_bfloat16(q.qvalue)
+
+    (got, in_bfloat16), want = (
+        by_kernel(run, x),
+        quantize(x, name, channelwise_axes=[0]),
+    )
+    np.testing.assert_array_equal(wide(got.scale), wide(want.scale))
+    np.testing.assert_array_equal(wide(in_bfloat16), wide(got.qvalue))
+    assert (wide(got.qvalue) != wide(want.qvalue)).mean() < 1e-3
 
 
 # Sequences and slots, by which one program reads a context, or several with a merge.

@@ -17,10 +17,13 @@ from midtread.kernels.decode_attention.triton import num_parts
 from midtread.kernels.environment import DEVICES, Env, implementation, pretended
 from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.kernels.pending import Pending
+from midtread.kernels.quantize import triton as quantize_triton
 from midtread.kernels.write_cache import Token
 from midtread.kernels.write_cache import triton as write_triton
 from midtread.lm import cache as kv
 from midtread.lm import rope
+from midtread.numerics.formats import as_format
+from midtread.numerics.spec import Spec
 from tests.kernels.plans import H200, floats, reason
 from tests.kernels.test_gpu import SHAPE, error, lower, random, wide
 
@@ -269,6 +272,27 @@ def test_only_the_result_itself_is_pending():
     assert noted["z"] is None and noted["later"] is None and noted["turned"] is None
 
 
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_few_rows_are_quantized_by_one_kernel_in_a_step(name, dtype):
+    """The codes and scales of `mt.quantize`, and the same codes in bfloat16."""
+    x = random(1, 3, 1, 200, dtype=dtype).at[1].set(0)
+    spec = Spec(as_format(name), channelwise_axes=(0, 1))
+    want = mt.quantize(x, name, channelwise_axes=(0, 1))
+    run = lambda: choose.quantize(x, spec, summed=(2,))[0]
+    with implementation("interpret"):
+        assert "few" not in str(jax.make_jaxpr(lambda: run().qvalue)())
+        with pending.collect():
+            got = run()
+            as_bfloat16 = pending.in_bfloat16(got.qvalue)
+            other = pending.in_bfloat16(want.qvalue)
+    np.testing.assert_array_equal(wide(got.qvalue), wide(want.qvalue))
+    np.testing.assert_array_equal(wide(got.scale), wide(want.scale))
+    assert as_bfloat16.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(wide(as_bfloat16), wide(want.qvalue))
+    np.testing.assert_array_equal(wide(other), wide(want.qvalue))
+
+
 def test_step_kernels_lower_for_cuda():
     rows = SHAPE((32, 4096), jnp.bfloat16)
     options = {"epsilon": 1e-5, "scale_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
@@ -279,6 +303,9 @@ def test_step_kernels_lower_for_cuda():
     lower(run, rows, left, SHAPE((4096,), jnp.bfloat16))
     odd = SHAPE((1, 3000), jnp.float32)
     lower(functools.partial(run, offset=1.0), odd, odd, SHAPE((3000,), jnp.float32))
+    for name in ("int8", "e4m3"):
+        few = functools.partial(quantize_triton.few_rows, fmt=as_format(name))
+        lower(few, SHAPE((1, 14336), jnp.bfloat16))
     for case in (CACHES[0], CACHES[2], CACHES[5]):
         token, _ = written(*case, batch=2, slots=4, heads=(32, 8, 128))
         run = lambda t, pairs=token.is_interleaved: choose.write(Token(**t, is_interleaved=pairs))  # fmt: skip

@@ -12,6 +12,9 @@ take parts and scales themselves:
     left.of(y)              Pending, if y is that and nothing else was done to it; else None
 
 If all that uses y takes the Pending instead, XLA does not compute y.
+
+Before a matmul it is the same the other way round: the kernel that quantizes rows can write their
+codes in bfloat16 too, as the kernels for few rows want them (`note_codes`).
 """
 
 import contextlib
@@ -37,6 +40,7 @@ class Left:
     def __init__(self):
         self._pending: Pending | None = None
         self._result: Any = None
+        self._codes: tuple[Any, Any] = (None, None)
 
     def of(self, y: jax.Array) -> Pending | None:
         return self._pending if self._result is y else None
@@ -92,3 +96,18 @@ def note_result(out: jax.Array) -> None:
     left = _left.get()
     if left is not None and left._pending is not None:
         left._result = out
+
+
+def note_codes(qvalue: jax.Array, wide: jax.Array) -> None:
+    """Notes the same codes in bfloat16."""
+    left = _left.get()
+    if left is not None:
+        left._codes = qvalue, wide
+
+
+def in_bfloat16(qvalue: jax.Array) -> jax.Array:
+    """Returns codes of 8 bits in bfloat16: as they were noted, or cast."""
+    left = _left.get()
+    if left is not None and left._codes[0] is qvalue:
+        return left._codes[1]
+    return qvalue.astype(jnp.bfloat16)

@@ -38,7 +38,7 @@ class FewCodes(NamedTuple):
         if not self.is_scaled_last:
             x = _values(few) if isinstance(few, QArray) else few.astype(jnp.bfloat16)
             return self.chosen.plan.run(_as_floats(a, self.side, x, a.dtype))
-        x = few.qvalue.astype(jnp.bfloat16)
+        x = pending.in_bfloat16(few.qvalue)
         out = self.chosen.plan.run(_as_floats(a, self.side, x, jnp.float32))
         factor = _over_result(few.scale, a.labels[self.side], a)
         pending.note_rows(factor)

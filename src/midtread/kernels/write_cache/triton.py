@@ -164,7 +164,8 @@ def _body(
     to the cache come twice, as arguments and as results, which are the same memory. `has` says
     whether columns and rows of the heads have factors."""
     rest = iter(refs)
-    heads = Heads(heads_ref, *(next(rest) if there else None for there in has), dtype)
+    columns_ref, rows_ref = (next(rest) if there else None for there in has)
+    heads = Heads(heads_ref, columns_ref, rows_ref, dtype)
     refs = [*rest]
     q_ref, *cache = refs[(len(refs) - 1) // 2 :]
     (k_ref, v_ref), (ks_ref, vs_ref) = cache[:2], cache[2:] or (None, None)
