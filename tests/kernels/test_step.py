@@ -1,6 +1,7 @@
 """What stands between the matmuls of a decoding step: sums and norms, and the token that goes
 into a cache. Interpreted against plain JAX, and lowered for CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,16 +10,20 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import choose
+from midtread.kernels import choose, pending
 from midtread.kernels.add_norm import Sum
 from midtread.kernels.add_norm import triton as norm_triton
 from midtread.kernels.decode_attention.triton import num_parts
 from midtread.kernels.environment import DEVICES, Env, implementation, pretended
 from midtread.kernels.pallas_compat import pretend_gpu
+from midtread.kernels.pending import Pending
+from midtread.kernels.quantize import triton as quantize_triton
 from midtread.kernels.write_cache import Token
 from midtread.kernels.write_cache import triton as write_triton
 from midtread.lm import cache as kv
 from midtread.lm import rope
+from midtread.numerics.formats import as_format
+from midtread.numerics.spec import Spec
 from tests.kernels.plans import H200, floats, reason
 from tests.kernels.test_gpu import SHAPE, error, lower, random, wide
 
@@ -64,6 +69,31 @@ def test_a_norm_has_gradients():
     with implementation("interpret"):
         got = jax.grad(loss, (0, 1, 2))(x, y, scale[0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
+def left_of(y, seed, factors=True):
+    """Parts and factors of a matrix, in float32, and the matrix that they are."""
+    m, n = y.shape
+    columns, rows = (1 + jnp.abs(random(seed + i, size, dtype=jnp.float32)) for i, size in enumerate((n, m)))  # fmt: skip
+    if not factors:
+        columns, rows = jnp.ones(n), jnp.ones(m)
+    whole = y.astype(jnp.float32) / columns / rows[:, None]
+    noise = random(seed + 2, m, n, dtype=jnp.float32)
+    parts = jnp.stack([whole - noise, noise])
+    left = Pending(parts, columns, rows) if factors else Pending(parts)
+    return left, (parts[0] + parts[1]) * columns * rows[:, None]
+
+
+@pytest.mark.parametrize("factors", [True, False])
+def test_what_a_matmul_left_is_summed_and_normed(factors):
+    x, scale = random(1, 3, 200), random(3, 200)
+    left, y = left_of(random(2, 3, 200), 5, factors)
+    y = y.astype(jnp.bfloat16)
+    with implementation("interpret"):
+        operands = dataclasses.replace(summed(x, y, scale), left=left)
+        out = choose.add_norm(operands)
+    np.testing.assert_array_equal(wide(out.sum), wide(x + y))
+    assert error(out.rows, exact_norm(x, y, scale)) < 4e-3
 
 
 def test_what_is_not_summed_and_normed():
@@ -143,6 +173,20 @@ def test_a_token_is_turned_and_written(case):
     assert_written(got, want())
 
 
+@pytest.mark.parametrize("case", [CACHES[0], CACHES[3]], ids=str)
+@pytest.mark.parametrize("factors", [True, False])
+def test_what_a_matmul_left_is_turned_and_written(case, factors):
+    token, _ = written(*case)
+    left, heads = left_of(token.heads.reshape(3, -1), 5, factors)
+    heads = heads.astype(token.heads.dtype).reshape(token.heads.shape)
+    with implementation("interpret"):
+        want = choose.write(dataclasses.replace(token, heads=heads))
+        nothing = jnp.full_like(heads, jnp.nan)
+        got = choose.write(dataclasses.replace(token, heads=nothing, left=left))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        np.testing.assert_array_equal(wide(x), wide(y))
+
+
 def test_a_sequence_that_is_done_writes_nothing():
     token, _ = written("int8", "dkv", 1.0, False, jnp.bfloat16, batch=1, slots=4)
     with implementation("interpret"):
@@ -200,16 +244,72 @@ def test_a_context_is_shared_where_heads_are_few():
     assert num_parts(140, 8192, bf16, 132) > 1  # 8 multiprocessors would read two
 
 
+# --- what matmuls leave -----------------------------------------------------------------------
+
+
+def test_only_the_result_itself_is_pending():
+    """What was done to it, or another matmul, leaves nothing."""
+    w = mt.quantize(random(1, 1024, 1024), "int8", channelwise_axes=[1])
+    x = mt.quantize(random(2, 32, 1024), "int8", channelwise_axes=[0])
+    other, noted = random(3, 1024, 256), {}
+
+    def run(x, w):
+        with pending.collect() as left:
+            y = mt.dot(x, w)
+            noted["y"], noted["z"] = left.of(y), left.of(y + 1)
+            mt.dot(random(4, 4, 1024), other)
+            noted["later"] = left.of(y)
+        with pending.collect() as left:
+            y = mt.dot(x, w).T.astype(jnp.float32)
+            noted["turned"] = left.of(y)
+        return y
+
+    with pretended("h200"):
+        jax.eval_shape(run, x, w)
+    parts, columns, rows = noted["y"]
+    assert (parts.shape, parts.dtype) == ((2, 32, 1024), jnp.float32)
+    assert columns.shape == (1024,) and rows.shape == (32,)
+    assert noted["z"] is None and noted["later"] is None and noted["turned"] is None
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_few_rows_are_quantized_by_one_kernel_in_a_step(name, dtype):
+    """The codes and scales of `mt.quantize`, and the same codes in bfloat16."""
+    x = random(1, 3, 1, 200, dtype=dtype).at[1].set(0)
+    spec = Spec(as_format(name), channelwise_axes=(0, 1))
+    want = mt.quantize(x, name, channelwise_axes=(0, 1))
+    run = lambda: choose.quantize(x, spec, summed=(2,))[0]
+    with implementation("interpret"):
+        assert "few" not in str(jax.make_jaxpr(lambda: run().qvalue)())
+        with pending.collect():
+            got = run()
+            as_bfloat16 = pending.in_bfloat16(got.qvalue)
+            other = pending.in_bfloat16(want.qvalue)
+    np.testing.assert_array_equal(wide(got.qvalue), wide(want.qvalue))
+    np.testing.assert_array_equal(wide(got.scale), wide(want.scale))
+    assert as_bfloat16.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(wide(as_bfloat16), wide(want.qvalue))
+    np.testing.assert_array_equal(wide(other), wide(want.qvalue))
+
+
 def test_step_kernels_lower_for_cuda():
     rows = SHAPE((32, 4096), jnp.bfloat16)
     options = {"epsilon": 1e-5, "scale_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
     run = functools.partial(norm_triton.add_norm, **options)
     lower(run, rows, rows, SHAPE((4096,), jnp.bfloat16))
+    left = Pending(SHAPE((4, 32, 4096), jnp.float32), SHAPE((4096,), jnp.bfloat16))
+    left = left._replace(rows=SHAPE((32,), jnp.float32))
+    lower(run, rows, left, SHAPE((4096,), jnp.bfloat16))
     odd = SHAPE((1, 3000), jnp.float32)
     lower(functools.partial(run, offset=1.0), odd, odd, SHAPE((3000,), jnp.float32))
+    for name in ("int8", "e4m3"):
+        few = functools.partial(quantize_triton.few_rows, fmt=as_format(name))
+        lower(few, SHAPE((1, 14336), jnp.bfloat16))
     for case in (CACHES[0], CACHES[2], CACHES[5]):
         token, _ = written(*case, batch=2, slots=4, heads=(32, 8, 128))
         run = lambda t, pairs=token.is_interleaved: choose.write(Token(**t, is_interleaved=pairs))  # fmt: skip
         arrays = {k: v for k, v in vars(token).items() if k != "is_interleaved"}
         with pretended("h200"):
             lower(run, arrays)
+            lower(run, arrays | {"left": left_of(token.heads.reshape(2, -1), 5)[0]})

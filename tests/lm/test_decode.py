@@ -183,6 +183,35 @@ def test_a_step_for_cuda_reads_weights_as_they_lie(words):
             assert op[1] in HARMLESS, line[:300]
 
 
+@pytest.mark.parametrize("value", ["int8w", "int8"])
+def test_a_step_for_cuda_hands_over_what_its_matmuls_leave(value):
+    """At 32 rows Hopper's kernels leave two parts of a sum, int8's scales of rows too: they go
+    to the kernels that come next, and XLA adds up nothing of that size."""
+    words = [
+        "tiny",
+        "emb_dim=1024",
+        "mlp_dim=1024",
+        "head_dim=128",
+        "num_query_heads=4",
+    ]
+    words += ["num_kv_heads=2", "num_decoder_layers=1", "dtype=bfloat16"]
+    words += ["weight_dtype=bfloat16", f"quantization={value}"]
+    words += ["use_qwix_quantization=true"] if value == "int8" else []
+    config = settings.load(words)
+    m = section(config, Model)
+    with pretended("h200"):
+        net = decode.prepare(convert.in_memory(config, model.create(m)))
+        server = decode.Server(net, m, slots=32, length=32)
+        arguments = (server._weights, server._slots, server._seed, 4)
+        traced = server._program.go_on.trace(*arguments)
+        with pretend_gpu():
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "gpu.triton" in line]
+    takes = lambda name, shape: any(f'name = "{name}"' in x and shape in x for x in calls)  # fmt: skip
+    assert takes("add_norm", "2x32x1024xf32")
+    assert takes("write_cache", "2x32x8x128xf32")
+
+
 def test_narrow_scales_are_widened_once_for_hopper(key):
     """nvfp4 with scales in e4m3, as files hold them: cast when a model is prepared."""
     config = settings.load(

@@ -25,6 +25,7 @@ Around them:
     environment.py     the device, and which implementation the user asked for
     layout.py          from labelled axes to matrices
     */adapter.py       from matrices to a plan for a kernel, or why not
+    pending.py         what a matmul leaves to the kernel that comes next in a step
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
     measured.py        how fast weights were served, with float rows and quantized ones
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json

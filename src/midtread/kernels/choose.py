@@ -62,6 +62,7 @@ GROUPED_SCALED = (
 )  # fmt: skip
 
 QUANTIZE = (
+    Candidate("triton_few", "nvidia", f"{_HERE}.quantize.adapter:plan_few"),
     Candidate("triton", "nvidia", f"{_HERE}.quantize.adapter:plan"),
     Candidate("xla_one_read", "nvidia", f"{_HERE}.quantize.operand:plan_one_read"),
     Candidate("xla", "any", f"{_HERE}.quantize.operand:plan_plain"),

@@ -41,11 +41,19 @@ from midtread.kernels.candidates import Candidate, Choice, Refusal, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import SYMBOLIC, is_static
+from midtread.kernels.pending import Pending
 from midtread.kernels.write_cache import Token
 from midtread.lm import blockwise, rope
 from midtread.lm import cache as kv
 from midtread.lm.config import Model, UsageError
-from midtread.lm.layers import Linear, cut, norm, side_by_side, vector
+from midtread.lm.layers import (
+    Linear,
+    collect_in_a_step,
+    cut,
+    norm,
+    side_by_side,
+    vector,
+)
 from midtread.model.provider import get_current_rule
 from midtread.model.running import disable_interceptions
 from midtread.numerics.qarray import QArray
@@ -544,10 +552,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, h), (B, T, _) = self.shape, x.shape
-        heads = self.heads(x)
+        with collect_in_a_step(x, cache) as left:
+            heads = self.heads(x)
         by_head = lambda a: a.reshape(B, T, -1, h)
         seen = seen_by(place, cache, self.window_at(place))
-        written = None if cache is None else self.written(heads, place, cache)
+        written = None
+        if cache is not None:
+            whole = left.of(heads[0]) if len(heads) == 1 else None
+            written = self.written(heads, whole, place, cache)
         if written is None:
             parts = heads if len(heads) == 3 else cut(heads[0], self.query.widths)
             q, k, v = map(by_head, parts)
@@ -585,7 +597,11 @@ class Attention(nnx.Module):
         return norm(by_head).reshape(x.shape)
 
     def written(
-        self, heads: list[jax.Array], place: Place, cache: kv.Cache
+        self,
+        heads: list[jax.Array],
+        left: Pending | None,
+        place: Place,
+        cache: kv.Cache,
     ) -> tuple[jax.Array, kv.Cache] | None:
         """Turned queries of one token a sequence, and the cache with its keys and values,
         by a kernel that does all of that; None if none does."""
@@ -598,7 +614,7 @@ class Attention(nnx.Module):
         turned = rotary.turned(self.shape[1])
         tables = rotary.tables(positions, turned, frequency)
         rows, pairs = (cache.rows["k"], cache.rows["v"]), rotary.is_interleaved
-        out = choose.write(Token(all_heads, *tables, positions, *rows, pairs))
+        out = choose.write(Token(all_heads, *tables, positions, *rows, pairs, left))
         if out is None:
             return None
         rows = {"k": out.k, "v": out.v}

@@ -37,6 +37,7 @@ from midtread.lm.layers import (
     Linear,
     Open,
     close,
+    collect_in_a_step,
     enter,
     named,
     norm,
@@ -118,7 +119,7 @@ class Layer(nnx.Module):
         count = split.parts() if cache is None else 1
         if count == 1:
             stream, cache = self.attention(stream, place, cache)
-            stream, load = self.feed(stream)
+            stream, load = self.feed(stream, cache)
             stream = close(stream) if cache is None else stream
             return stream, self.balance([load]), cache
         # `is_local` is about the layer, and has no rows to cut.
@@ -143,23 +144,25 @@ class Layer(nnx.Module):
         """Returns the stream after attention, and the cache."""
         norm = self.pre_self_attention_layer_norm if self.is_before else None
         x, y = enter(stream, norm)
-        y, cache = self.self_attention(y, place, cache)
+        with collect_in_a_step(stream, cache) as left:
+            y, cache = self.self_attention(y, place, cache)
         y = self.post_attention_norm(y) if self.is_after else y
-        return Open(x, y), cache
+        return Open(x, y, left.of(y)), cache
 
-    def feed(self, stream: jax.Array | Open):
+    def feed(self, stream: jax.Array | Open, cache: Any = None):
         """Returns the stream after the MLP or the experts, and the router's load if any."""
         norm = self.post_self_attention_layer_norm if self.is_before else None
         x, y = enter(stream, norm)
         load = None
-        if self.sparse:
-            out, load = self.MoeBlock_0(y)
-            if hasattr(self, "shared_experts"):
-                out = out + self.shared_experts(y)
-        else:
-            out = self.mlp(y)
+        with collect_in_a_step(stream, cache) as left:
+            if self.sparse:
+                out, load = self.MoeBlock_0(y)
+                if hasattr(self, "shared_experts"):
+                    out = out + self.shared_experts(y)
+            else:
+                out = self.mlp(y)
         out = self.post_mlp_norm(out) if self.is_after else out
-        return Open(x, out), load
+        return Open(x, out, left.of(out)), load
 
     def balance(self, loads) -> jax.Array:
         """Returns the loss of the router, zero without one."""
@@ -289,6 +292,11 @@ class Decoder(nnx.Module):
         return x, balance, written
 
 
+def _summed(stream: jax.Array | Open) -> jax.Array | Open:
+    """The stream with what is to be added as an array, and not as what a matmul left."""
+    return stream._replace(left=None) if isinstance(stream, Open) else stream
+
+
 class MtpBlock(nnx.Module):
     """Multi-token prediction (arXiv 2412.19437, 2.2): from the stream at t and the
     embedding of token t + 1, one more layer predicts token t + 2."""
@@ -370,7 +378,7 @@ class Transformer(nnx.Module):
             return Output(None, balance, cache=cache, losses=losses)
         if last is not None:
             pick = lambda x: jnp.take_along_axis(x, last[:, None, None], axis=1)
-            streams = jax.tree.map(pick, streams)
+            streams = [jax.tree.map(pick, _summed(x)) for x in streams]
         logits, *ahead = map(self.head, streams)
         return Output(logits, balance, tuple(ahead), cache)
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import choose, xla
+from midtread.kernels import choose, pending, xla
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Groups, Matmul, codes_of
 from midtread.numerics import formats, hadamard, views
@@ -67,6 +67,7 @@ def contract(
 def _contract(
     c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any, env: Env
 ) -> jax.Array:
+    pending.begin()
     if accumulate is None and not (_is_low_bit(lhs) or _is_low_bit(rhs)):
         return c.run(lhs, rhs, by=xla)
     for operand in (lhs, rhs):
@@ -86,8 +87,10 @@ def _contract(
         out = _sum_codes(c, lhs, rhs, tiles, accumulate)
     if shape:
         whole = [shape.get(label, n) for label, n in zip(c.out, out.shape)]
-        out = views.crop_to(out, whole)
-    return out.astype(result)
+        return views.crop_to(out, whole).astype(result)
+    out = out.astype(result)
+    pending.note_result(out)
+    return out
 
 
 def _by_kernel(c, lhs, rhs, tiles, dtype, env: Env) -> jax.Array | None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from midtread.kernels import choose
+from midtread.kernels import choose, pending
 from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
@@ -86,7 +86,9 @@ def train(
     def run() -> jax.Array:
         # Inputs are turned and scaled as a stored weight asks before they are quantized.
         operands = turned_inputs(c, lhs, rhs)
-        return _run(static, c, *operands, ranges or Ranges(), key)
+        # A decoding step has no gradient.
+        compute = _train if pending.is_wanted() else _run
+        return compute(static, c, *operands, ranges or Ranges(), key)
 
     return witness.contraction(c, recipe, lhs, rhs, run)
 
@@ -119,7 +121,6 @@ class _Static(NamedTuple):
     env: Env
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @untouched
 def _train(static, c, lhs, rhs, ranges, key):
     """What is computed where nobody takes a gradient: nothing is kept."""
@@ -403,5 +404,6 @@ def _no_second_order(primals, tangents):
     )
 
 
-_train.defvjp(_forward, _backward)
-_train_once = jax.jit(_train, static_argnums=0)
+_learned = jax.custom_vjp(_train, nondiff_argnums=(0,))
+_learned.defvjp(_forward, _backward)
+_train_once = jax.jit(_learned, static_argnums=0)

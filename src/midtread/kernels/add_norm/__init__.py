@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from midtread.kernels.layout import why_not_here
+from midtread.kernels.pending import Pending
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,6 +24,7 @@ class Sum:
     scale_dtype: np.dtype  # the scale is rounded to this before it multiplies
     dtype: np.dtype  # of the normed rows
     offset: float = 0.0  # 1 where a scale is stored as its distance from 1
+    left: Pending | None = None  # what y is to be computed from, if it is not yet
 
     @property
     def why_not_here(self) -> str | None:

@@ -4,7 +4,7 @@
 
 XLA makes one kernel of the sum and its squares and another of what is made with their mean, and
 each takes two or three microseconds whatever it does (NVIDIA H200, 32 rows of 4096). Here a
-program reads a row once. The sum is rounded to the stream's dtype before it is squared, as it is
+program reads a row once. What a matmul left of y (pending.py) is summed and scaled first. The sum is rounded to the stream's dtype before it is squared, as it is
 where it is written; all else is float32.
 """
 
@@ -23,6 +23,7 @@ from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
 from midtread.kernels.pallas_compat import alike, pl, pltriton, result, triton_params
 from midtread.kernels.partition import with_gradients
+from midtread.kernels.pending import Pending
 
 MAX_ROWS = 64  # for more rows XLA's two kernels take as long as their bytes
 MAX_COLUMNS = 2**14  # a program holds a row in registers
@@ -30,27 +31,37 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 def _body(
-    x_ref, y_ref, scale_ref, sum_ref, out_ref,
-    *, columns: int, epsilon: float, offset: float, scale_dtype,
+    x_ref, *refs,
+    columns: int, epsilon: float, offset: float, scale_dtype, of: Pending | None,
 ):  # fmt: skip
-    """One row [1, n], in blocks whose extent is the next power of two."""
+    """One row [1, n], in blocks whose extent is the next power of two. `of` has True for what is
+    left of y, in place of the arrays, and then None for what is not."""
+    *of_y, scale_ref, sum_ref, out_ref = refs
     mask = other = None
     if x_ref.shape[1] != columns:
         mask, other = lax.broadcasted_iota(jnp.int32, x_ref.shape, 1) < columns, 0
-    read = lambda ref: pltriton.load(ref.at[:, :], mask=mask, other=other)
-    wide = lambda x: x.astype(jnp.float32)
-    total = (wide(read(x_ref)) + wide(read(y_ref))).astype(sum_ref.dtype)
+    read = lambda ref: pltriton.load(ref, mask=mask, other=other).astype(jnp.float32)
+    if of is None:
+        y = read(of_y[0].at[:, :])
+    else:
+        parts, *factors = of_y
+        y = sum(read(parts.at[pl.ds(p, 1), :]) for p in range(parts.shape[0]))
+        y = y if of.columns is None else y * read(factors[0].at[:, :])
+        y = y if of.rows is None else y * factors[-1][:][:, None]
+        y = y.astype(sum_ref.dtype).astype(jnp.float32)
+    total = (read(x_ref.at[:, :]) + y).astype(sum_ref.dtype)
     pltriton.store(sum_ref.at[:, :], total, mask=mask)
-    total = wide(total)
+    total = total.astype(jnp.float32)
     mean = jnp.sum(total * total, axis=1) * np.float32(1 / columns)
-    scale = wide(read(scale_ref).astype(scale_dtype)) + np.float32(offset)
+    scale = read(scale_ref.at[:, :]).astype(scale_dtype).astype(jnp.float32)
+    scale = scale + np.float32(offset)
     gain = lax.rsqrt(mean + np.float32(epsilon))[:, None] * scale
     pltriton.store(out_ref.at[:, :], (total * gain).astype(out_ref.dtype), mask=mask)
 
 
 def add_norm(
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | Pending,
     scale: jax.Array,
     *,
     epsilon: float,
@@ -60,22 +71,35 @@ def add_norm(
     interpret: bool = False,
 ) -> Normed:
     """Returns x + y [M, n] and its norm; scale is [n]."""
-    x, y, scale = alike(x, y, scale[None])
     m, n = x.shape
     padded = 1 << (n - 1).bit_length()
     row = pl.BlockSpec((1, padded), lambda i: (i, 0))
     shared = pl.BlockSpec((1, padded), lambda i: (0, 0))
+    if isinstance(y, Pending):
+        num = y.parts.shape[0]
+        args, specs = (
+            [y.parts],
+            [pl.BlockSpec((num, None, padded), lambda i: (0, i, 0))],
+        )
+        if y.columns is not None:
+            args, specs = [*args, y.columns[None]], [*specs, shared]
+        if y.rows is not None:
+            args, specs = [*args, y.rows], [*specs, pl.BlockSpec((1,), lambda i: (i,))]
+        of = Pending(*(None if part is None else True for part in y))  # pyright: ignore[reportArgumentType]
+    else:
+        args, specs, of = [y], [row], None
+    x, *args = alike(x, *args, scale[None])
     options = {"epsilon": epsilon, "offset": offset, "scale_dtype": scale_dtype}
     out = pl.pallas_call(
-        functools.partial(_body, columns=n, **options),
+        functools.partial(_body, columns=n, of=of, **options),
         name="add_norm",
         grid=(m,),
-        in_specs=[row, row, shared],
+        in_specs=[row, *specs, shared],
         out_specs=[row, row],
         out_shape=[result((m, n), x.dtype, x), result((m, n), dtype, x)],
         compiler_params=triton_params(num_warps=min(8, max(1, padded // 256)), num_stages=1),
         interpret=interpret,
-    )(x, y, scale)  # fmt: skip
+    )(x, *args)  # fmt: skip
     return Normed(*out)
 
 
@@ -83,9 +107,11 @@ class Triton(NamedTuple):
     is_interpreted: bool
 
     def run(self, a: Sum) -> Normed:
-        call = _call(a.epsilon, a.offset, a.scale_dtype, a.dtype, self.is_interpreted)
+        formula = a.epsilon, a.offset, a.scale_dtype, a.dtype
+        call = _call(*formula, a.left is not None, self.is_interpreted)
         rows = (math.prod(a.x.shape[:-1]), a.x.shape[-1])
-        total, out = call(a.x.reshape(rows), a.y.reshape(rows), a.scale)
+        y = a.y.reshape(rows) if a.left is None else a.left
+        total, out = call(a.x.reshape(rows), y, a.scale)
         return Normed(total.reshape(a.x.shape), out.reshape(a.x.shape))
 
 
@@ -107,8 +133,10 @@ def plan(a: Sum, env: Env) -> Triton | Refusal:
 
 
 @functools.cache
-def _call(epsilon: float, offset: float, scale_dtype, dtype, interpret: bool) -> Callable:  # fmt: skip
-    """The kernel as a function of x, y and scale."""
+def _call(
+    epsilon: float, offset: float, scale_dtype, dtype, is_left: bool, interpret: bool
+) -> Callable:
+    """The kernel as a function of x, y and scale, with gradients if y is an array."""
 
     def plain(x, y, scale):
         total = x + y
@@ -122,4 +150,4 @@ def _call(epsilon: float, offset: float, scale_dtype, dtype, interpret: bool) ->
         add_norm, epsilon=epsilon, offset=offset, scale_dtype=scale_dtype,
         dtype=dtype, interpret=interpret,
     )  # fmt: skip
-    return with_gradients(jax.jit(kernel), plain)
+    return jax.jit(kernel) if is_left else with_gradients(jax.jit(kernel), plain)

@@ -2,11 +2,12 @@
 
 A kernel of triton.py takes a matrix, and an operand has axes, of which a matmul sums over the
 first or the last. Here the operand becomes a matrix [rows, columns], and so do its scales and a
-factor (`fit` in layout.py). One of three kernels writes codes in the order its matmuls want:
+factor (`fit` in layout.py). One of these kernels writes codes in the order its matmuls want:
 
     rows     a scale for each row; a program reads a row once, and computes and applies its scale
     tiles    a scale for each TILE of a row, in one read too; if wanted, the same read also gives
              codes for the other matmul, with known scales in tiles of a column
+    few      a scale for each of few rows, as `rows`; it writes codes in bfloat16 too
     cast     all other scales, which are known before: codes in either order, or both
 """
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels import pending
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
 from midtread.kernels.layout import SYMBOLIC, TILE, Fit, as_matrix, fit, is_static
@@ -95,6 +97,50 @@ class Triton(NamedTuple):
         ]
         largest = triton.as_float(jnp.max(maxima[0]), x.dtype) if maxima else None
         return Quantized(arrays[0], arrays[-1], largest)
+
+
+class Few(NamedTuple):
+    """The plan to quantize few rows of a decoding step, one kernel for reading, scaling and
+    casting."""
+
+    is_interpreted: bool
+
+    def run(self, a: Operand) -> Quantized:
+        matrix = a.x.reshape(-1, a.x.shape[-1])
+        call = _few_call(a.spec.format, self.is_interpreted)
+        codes, wide, scale = (part.reshape(shape) for part, shape in zip(call(matrix), (a.x.shape, a.x.shape, a.layout[1])))  # fmt: skip
+        pending.note_codes(codes, wide)
+        q = QArray(codes, scale, None, a.spec.format.qtype)
+        return Quantized(q, q)
+
+
+@functools.cache
+def _few_call(fmt, interpret: bool):
+    return jax.jit(functools.partial(triton.few_rows, fmt=fmt, interpret=interpret))
+
+
+def plan_few(a: Operand, env: Env) -> Few | Refusal:
+    """Takes few rows in a decoding step, where kernels of ours stand before and behind: XLA,
+    which quantizes by two, has nothing to put that into."""
+    x, spec = a.x, a.spec
+    fmt = spec.format
+    if not pending.is_wanted():
+        return Refusal("it is for a decoding step")
+    if not env.is_alone or not a.has_few_rows:
+        return Refusal("it is for few rows on one device")
+    if a.both or a.factor is not None or spec.rounding != "nearest" or not a.is_absmax:
+        return Refusal("it is for scales from the data now, and codes to the nearest")
+    if fmt.dtype.name not in ("int8", *FLOAT8) or fmt.scale is not None or fmt.tile:
+        return Refusal(f"{fmt.name} has no kernel: int8, e4m3 and e5m2 have")
+    if spec.scale_rule is not None or spec.scale_dtype is not None or spec.calibration.is_asymmetric:  # fmt: skip
+        return Refusal("zero points, special scales and scale dtypes have no kernel")
+    if x.dtype.name not in ("bfloat16", "float32"):
+        return Refusal(f"{x.dtype} has no kernel")
+    padded, counts = a.layout
+    is_row = padded == x.shape and tuple(counts) == (*x.shape[:-1], 1)
+    if not is_row or x.size == 0 or x.shape[-1] * x.dtype.itemsize > triton.MAX_ROW:
+        return Refusal("it is for one scale a row, of rows that a program can hold")
+    return Few(env.is_interpreted)
 
 
 def plan(a: Operand, env: Env) -> Triton | Refusal:

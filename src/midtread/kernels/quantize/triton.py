@@ -1,6 +1,7 @@
 """Fused quantizing on a GPU: absmax, scale and codes in one pass over the data, Triton.
 
     rows(x)            one scale for each row; x is read once
+    few_rows(x)        the same for few rows, and their codes in bfloat16 too
     cast(x, inverse)   codes for scales that are known: in the order of x, transposed, or both
                        from one read. 8-bit matmuls need the summed axis innermost, and the
                        backward pass sums over another axis than the forward. It can also
@@ -8,7 +9,7 @@
     tiles(x)           one scale for each TILE of a row; x is read once. The same read can give
                        transposed codes for other scales, which are known
 
-The first two may multiply x by a factor first: the backward pass folds the forward's scales into
+`rows` and `cast` may multiply x by a factor first: the backward pass folds the forward's scales into
 g. They may round stochastically, with the noise of numerics/rounding.py: a hash of the key and of
 an element's position. A kernel gets the hashes of rows and of columns and mixes them, so its codes
 are the same.
@@ -207,6 +208,48 @@ def rows(
         interpret=interpret,
     )(*parts)
     return out[0], out[1]
+
+
+def _few_body(x_ref, codes_ref, wide_ref, scale_ref, *, fmt, columns, native):
+    block = x_ref.shape
+    mask = other = None
+    if block[1] != columns:
+        mask, other = lax.broadcasted_iota(jnp.int32, block, 1) < columns, 0
+    x = pltriton.load(x_ref.at[:, :], mask=mask, other=other)
+    scale = scale_of(jnp.max(magnitude(x), axis=1), x.dtype, fmt)
+    inverse = (1 / scale)[:, None]
+    if fmt.codes is not None:
+        codes = integers(x, inverse, fmt, native)
+    else:
+        codes = codes_of(x, inverse, fmt, native)
+    wide = codes.astype(jnp.float32).astype(wide_ref.dtype)
+    pltriton.store(codes_ref.at[:, :], codes.astype(fmt.dtype), mask=mask)
+    pltriton.store(wide_ref.at[:, :], wide, mask=mask)
+    scale_ref[:] = scale.astype(scale_ref.dtype)
+
+
+def few_rows(
+    x: jax.Array, fmt: Format, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `rows` does and, between the two, the codes in bfloat16."""
+    m, k = x.shape
+    padded = 1 << (k - 1).bit_length()
+    whole = pl.BlockSpec((1, padded), lambda i: (i, 0))
+    out = pl.pallas_call(
+        functools.partial(_few_body, fmt=fmt, columns=k, native=not interpret),
+        name="quantize_few_rows",
+        grid=(m,),
+        in_specs=[whole],
+        out_specs=[whole, whole, pl.BlockSpec((1,), lambda i: (i,))],
+        out_shape=[
+            result((m, k), fmt.dtype, x),
+            result((m, k), jnp.bfloat16, x),
+            result((m,), x.dtype, x),
+        ],
+        compiler_params=triton_params(num_warps=min(16, max(1, padded // 512)), num_stages=1),
+        interpret=interpret,
+    )(x)  # fmt: skip
+    return out[0], out[1], out[2]
 
 
 # --- scales known already ---------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from midtread.kernels import choose, layout
+from midtread.kernels import choose, layout, pending
 from midtread.kernels.candidates import Choice, Refusal, first
 from midtread.kernels.environment import Env
 from midtread.kernels.layout import Matmul
@@ -38,9 +38,10 @@ class FewCodes(NamedTuple):
         if not self.is_scaled_last:
             x = _values(few) if isinstance(few, QArray) else few.astype(jnp.bfloat16)
             return self.chosen.plan.run(_as_floats(a, self.side, x, a.dtype))
-        x = few.qvalue.astype(jnp.bfloat16)
+        x = pending.in_bfloat16(few.qvalue)
         out = self.chosen.plan.run(_as_floats(a, self.side, x, jnp.float32))
         factor = _over_result(few.scale, a.labels[self.side], a)
+        pending.note_rows(factor)
         return views.broadcast_with(jnp.multiply, out, factor)
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.kernels import decoding
+from midtread.kernels import decoding, pending
 from midtread.kernels.candidates import Refusal
-from midtread.kernels.environment import Env
+from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
 from midtread.kernels.weight_matmul import (
@@ -70,10 +70,36 @@ class Hopper(NamedTuple):
     is_interpreted: bool = False
 
     def run(self, a: WeightMatmul) -> jax.Array:
+        is_plain = a.weight.side == "rhs" and list(a.weight.order) == sorted(a.weight.order)  # fmt: skip
+        if pending.is_wanted() and is_plain and here().is_alone:
+            return a.result(self.leave(a.arrays()))
         return a.result(self.multiply(a.arrays()))
+
+    def leave(self, a: WeightArrays) -> jax.Array:
+        """[M, N], scaled, and a note of how to compute it from what the kernel writes."""
+        scales = self._scales(a)
+        call, is_scaled = _parts_call(self, a.last is not None)
+        parts = call(a.x_MK, a.codes, *scales)
+        columns = None if a.last is None or is_scaled else scales[int(self.is_grouped)]
+        out = parts[0] if len(parts) == 1 else jnp.sum(parts, 0)
+        if columns is not None:
+            out = out * columns.astype(jnp.float32)
+        if parts.dtype == jnp.float32:
+            pending.note(pending.Pending(parts, columns))
+        return out.astype(self.dtype)
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
+        call = _hopper_call(self._replace(dtype=self.kernel_dtype), a.last is not None)
+        return call(a.x_MK, a.codes, *self._scales(a)).astype(self.dtype)
+
+    @property
+    def kernel_dtype(self) -> np.dtype:
+        """What the kernel writes."""
+        return self.dtype if self.dtype == jnp.bfloat16 else np.dtype(np.float32)
+
+    def _scales(self, a: WeightArrays) -> list[jax.Array]:
+        """Scales of groups, scales of columns, zero points: those that there are."""
         num_n, scales = a.codes.shape[1], []
         if a.inner is not None:
             scales = [readable(jnp.broadcast_to(a.inner, (a.inner.shape[0], num_n)))]
@@ -81,10 +107,7 @@ class Hopper(NamedTuple):
             scales.append(readable(jnp.broadcast_to(a.last, (num_n,))))
         if self.has_zeros:
             scales.append(a.zero)
-        is_narrow = self.dtype == jnp.bfloat16
-        kernel_dtype = self.dtype if is_narrow else np.dtype(np.float32)
-        call = _hopper_call(self._replace(dtype=kernel_dtype), a.last is not None)
-        return call(a.x_MK, a.codes, *scales).astype(self.dtype)
+        return scales
 
 
 def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
@@ -255,6 +278,28 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
     replicated = ("k", "g") if plan.is_grouped else ("k",)
     can_partition = not plan.is_interpreted
     return as_function(kernel, plain, axes, replicated, can_partition=can_partition)
+
+
+@functools.cache
+def _parts_call(plan: Hopper, has_last: bool) -> tuple[Callable, bool]:
+    """The same function on one device, whose result is in parts [P, M, N]; and whether they are
+    scaled by column. They are in the result's dtype if there is one part."""
+    is_there = plan.is_grouped, has_last, plan.has_zeros
+    blocks = plan.planned[2]
+    is_scaled = has_last and blocks.split == blocks.cluster and not plan.is_interpreted
+
+    @jax.jit
+    def kernel(x, codes, *given):
+        rest = iter(given)
+        parts = [next(rest) if there else None for there in is_there]
+        options = {"dtype": plan.kernel_dtype, "interpret": plan.is_interpreted}
+        out, done = hopper_kernel.decode_parts(
+            x, decoding.as_bytes(codes), *parts, fmt=plan.fmt, blocks=blocks, **options
+        )  # fmt: skip
+        assert done == is_scaled
+        return out
+
+    return kernel, is_scaled
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from midtread.kernels.layout import why_not_here
+from midtread.kernels.pending import Pending
 from midtread.numerics.qarray import QArray
 
 
@@ -19,6 +20,7 @@ class Token:
 
     Attributes:
         cos, sin: [B, n] in float32: what the n pairs of a head are turned by.
+        left: what `heads` is to be computed from, if it is not yet, as rows of (H + 2 K) h.
         is_interleaved: whether a pair is (2 i, 2 i + 1), and not (i, i + n). Turned, it is
             (i, i + n) either way.
     """
@@ -30,6 +32,7 @@ class Token:
     k: jax.Array | QArray
     v: jax.Array | QArray
     is_interleaved: bool = False
+    left: Pending | None = None
 
     @property
     def num_queries(self) -> int:

@@ -17,7 +17,7 @@ B sequences, H query heads, K heads of the cache, g = H / K, S slots, h numbers 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
 from midtread.kernels.pallas_compat import pl, pltriton, result, triton_params
+from midtread.kernels.pending import Pending
 from midtread.kernels.quantize.triton import codes_of, integers, magnitude, scale_of
 from midtread.kernels.write_cache import Token, Written
 from midtread.numerics.formats import Format, dtype_bits
@@ -43,6 +44,32 @@ class Piece(NamedTuple):
     planes: list[jax.Array]
     columns: jax.Array
     inside: jax.Array
+
+
+class Heads(NamedTuple):
+    """The heads of a token: an array [H + 2 K, h], or parts of it [P, H + 2 K, h] and factors."""
+
+    ref: Any
+    columns_ref: Any
+    rows_ref: Any
+    dtype: Any
+
+    @property
+    def width(self) -> int:
+        return self.ref.shape[-1]
+
+    def read(self, row: jax.Array, column: jax.Array, inside: jax.Array) -> jax.Array:
+        """Reads some elements, in the dtype of activations."""
+        load = lambda ref, *at: pltriton.load(ref.at[at], mask=inside, other=0)
+        if len(self.ref.shape) == 2:
+            return load(self.ref, row, column)
+        wide = lambda x: x.astype(jnp.float32)
+        parts = range(self.ref.shape[0])
+        x = sum(wide(load(self.ref, jnp.full(row.shape, p), row, column)) for p in parts)  # fmt: skip
+        if self.columns_ref is not None:
+            x = x * wide(load(self.columns_ref, row, column))
+        x = x if self.rows_ref is None else x * self.rows_ref[0]
+        return x.astype(self.dtype)
 
 
 class Rows(NamedTuple):
@@ -63,19 +90,20 @@ def _grid(rows: Rows, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return row, column, (row < rows.count) & (column < count)
 
 
-def _turned(refs, rows: Rows, num_planes: int, is_interleaved: bool) -> list[Piece]:
+def _turned(
+    heads: Heads, tables, rows: Rows, num_planes: int, is_interleaved: bool
+) -> list[Piece]:
     """Some heads, their pairs turned, and what lies behind these as it is."""
-    heads_ref, cos_ref, sin_ref = refs
-    width, pairs = heads_ref.shape[1], cos_ref.shape[0]
+    width, pairs = heads.width, tables[0].shape[0]
     row, column, inside = _grid(rows, pairs // num_planes)
     first, second = [], []
     for plane in range(num_planes):
         pair = column * num_planes + plane
         at = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pair + pairs)
-        read = lambda ref, *at: pltriton.load(ref.at[at], mask=inside, other=0).astype(jnp.float32)  # fmt: skip
-        a, b = (read(heads_ref, rows.start + row, i) for i in at)
-        cos, sin = read(cos_ref, pair), read(sin_ref, pair)
-        rounded = lambda x: x.astype(heads_ref.dtype)
+        wide = lambda x: x.astype(jnp.float32)
+        a, b = (wide(heads.read(rows.start + row, i, inside)) for i in at)
+        cos, sin = (pltriton.load(ref.at[pair], mask=inside, other=0) for ref in tables)
+        rounded = lambda x: x.astype(heads.dtype)
         first.append(rounded(a * cos - b * sin))
         second.append(rounded(b * cos + a * sin))
     pieces = [
@@ -83,21 +111,16 @@ def _turned(refs, rows: Rows, num_planes: int, is_interleaved: bool) -> list[Pie
         Piece(second, column + pairs // num_planes, inside),
     ]
     if width > 2 * pairs:
-        pieces.append(_as_is(heads_ref, rows, num_planes, 2 * pairs))
+        pieces.append(_as_is(heads, rows, num_planes, 2 * pairs))
     return pieces
 
 
-def _as_is(heads_ref, rows: Rows, num_planes: int, start: int = 0) -> Piece:
+def _as_is(heads: Heads, rows: Rows, num_planes: int, start: int = 0) -> Piece:
     """The columns from `start` on of some heads."""
-    width = heads_ref.shape[1] - start
-    row, column, inside = _grid(rows, width // num_planes)
+    row, column, inside = _grid(rows, (heads.width - start) // num_planes)
+    at = lambda plane: start + column * num_planes + plane
     planes = [
-        pltriton.load(
-            heads_ref.at[rows.start + row, start + column * num_planes + plane],
-            mask=inside,
-            other=0,
-        )
-        for plane in range(num_planes)
+        heads.read(rows.start + row, at(plane), inside) for plane in range(num_planes)
     ]
     return Piece(planes, column + start // num_planes, inside)
 
@@ -133,34 +156,41 @@ def _write(pieces: list[Piece], position, codes_ref, scale_ref, fmt, native: boo
 
 
 def _body(
-    position_ref, heads_ref, cos_ref, sin_ref, *refs,
+    position_ref, cos_ref, sin_ref, heads_ref, *refs,
     num_queries: int, num_kv: int, per: int, fmt: Format | None, num_planes: int,
-    is_interleaved: bool, native: bool,
+    is_interleaved: bool, native: bool, dtype, has: tuple[bool, bool],
 ):  # fmt: skip
     """A token: heads [H + 2 K, h], of which this program writes `per` to the cache. References
-    to the cache come twice, as arguments and as results, which are the same memory."""
+    to the cache come twice, as arguments and as results, which are the same memory. `has` says
+    whether columns and rows of the heads have factors."""
+    rest = iter(refs)
+    columns_ref, rows_ref = (next(rest) if there else None for there in has)
+    heads = Heads(heads_ref, columns_ref, rows_ref, dtype)
+    refs = [*rest]
     q_ref, *cache = refs[(len(refs) - 1) // 2 :]
     (k_ref, v_ref), (ks_ref, vs_ref) = cache[:2], cache[2:] or (None, None)
     begin, group = pl.program_id(1) * per, num_queries // num_kv
-    rotary = heads_ref, cos_ref, sin_ref
-    for piece in _turned(rotary, Rows(begin * group, per * group), 1, is_interleaved):
+    turned = functools.partial(
+        _turned, heads, (cos_ref, sin_ref), is_interleaved=is_interleaved
+    )
+    for piece in turned(Rows(begin * group, per * group), 1):
         row = lax.broadcasted_iota(jnp.int32, piece.columns.shape, 0)
         pltriton.store(q_ref.at[row, piece.columns], piece.planes[0], mask=piece.inside)
     position = position_ref[0]
-    keys = Rows(num_queries + begin, per)
-    k = _turned(rotary, keys, num_planes, is_interleaved)
+    k = turned(Rows(num_queries + begin, per), num_planes)
     _write(k, position, k_ref, ks_ref, fmt, native)
     values = Rows(num_queries + num_kv + begin, per)
-    v = [_as_is(heads_ref, values, num_planes)]
+    v = [_as_is(heads, values, num_planes)]
     _write(v, position, v_ref, vs_ref, fmt, native)
 
 
 def write_cache(
-    heads: jax.Array,
+    heads: jax.Array | Pending,
     cos: jax.Array,
     sin: jax.Array,
     positions: jax.Array,
     *cache: jax.Array,
+    dtype=None,
     fmt: Format | None = None,
     is_interleaved: bool = False,
     interpret: bool = False,
@@ -168,48 +198,67 @@ def write_cache(
     """Returns turned queries [B, H, h], and the cache.
 
     Args:
-        heads: [B, H + 2 K, h].
+        heads: [B, H + 2 K, h], or what a matmul left of rows of so many numbers.
         cos, sin: [B, n] in float32.
         positions: [B]; one that is no slot of the cache writes nothing.
         cache: keys and values [B, S, K, h] in floats, or codes, and then their scales
             [B, S, K or 1] in float32 after them; codes of 4 bits are bytes [B, S, K, h / 2].
+        dtype: of the heads; None: that of the array.
     """
-    batch, total, width = heads.shape
-    slots, num_kv, stored = cache[0].shape[1:]
+    batch, slots, num_kv, stored = cache[0].shape
+    planes = 2 if fmt is not None and dtype_bits(fmt.dtype) == 4 else 1
+    width = stored * planes
+    of = lambda *block: pl.BlockSpec((None, *block), lambda b, j: (b, *[0] * len(block)))  # fmt: skip
+    args, specs, has = [heads], [], (False, False)
+    if isinstance(heads, Pending):
+        by_head = lambda x, *lead: x.reshape(*lead, -1, width)
+        num = heads.parts.shape[0]
+        args = [by_head(heads.parts, num, batch)]
+        total = args[0].shape[2]
+        specs = [pl.BlockSpec((num, None, total, width), lambda b, j: (0, b, 0, 0))]
+        has = heads.columns is not None, heads.rows is not None
+        if heads.columns is not None:
+            args.append(by_head(heads.columns))
+            specs.append(pl.BlockSpec((total, width), lambda b, j: (0, 0)))
+        if heads.rows is not None:
+            args.append(heads.rows)
+            specs.append(pl.BlockSpec((1,), lambda b, j: (b,)))
+    else:
+        dtype, total = dtype or heads.dtype, heads.shape[1]
+        specs = [of(total, width)]
     num_queries = total - 2 * num_kv
     is_shared = len(cache) > 2 and cache[2].shape[2] == 1
     per = num_kv if is_shared else 1  # heads of the cache that a program writes
-    group = num_queries // num_kv
-    of = lambda *block: pl.BlockSpec((None, *block), lambda b, j: (b, *[0] * len(block)))  # fmt: skip
     codes = pl.BlockSpec((None, slots, per, stored), lambda b, j: (b, 0, j, 0))
     scales = pl.BlockSpec((None, slots, 1), lambda b, j: (b, 0, j))
-    specs = [codes, codes, scales, scales][: len(cache)]
-    queries = pl.BlockSpec((None, per * group, width), lambda b, j: (b, j, 0))
+    of_cache = [codes, codes, scales, scales][: len(cache)]
+    queries = pl.BlockSpec((None, per * num_queries // num_kv, width), lambda b, j: (b, j, 0))  # fmt: skip
     options = {
         "num_queries": num_queries, "num_kv": num_kv, "per": per, "fmt": fmt,
-        "num_planes": width // stored, "is_interleaved": is_interleaved,
-        "native": not interpret,
+        "num_planes": planes, "is_interleaved": is_interleaved,
+        "native": not interpret, "dtype": dtype, "has": has,
     }  # fmt: skip
+    before = 3 + len(args)
     return pl.pallas_call(
         functools.partial(_body, **options),
         name="write_cache",
         grid=(batch, num_kv // per),
         in_specs=[
             pl.BlockSpec((1,), lambda b, j: (b,)),
-            of(total, width),
             of(cos.shape[1]),
             of(cos.shape[1]),
             *specs,
+            *of_cache,
         ],
-        out_specs=[queries, *specs],
+        out_specs=[queries, *of_cache],
         out_shape=[
-            result((batch, num_queries, width), heads.dtype, heads),
-            *(result(x.shape, x.dtype, heads) for x in cache),
+            result((batch, num_queries, width), dtype, args[0]),
+            *(result(x.shape, x.dtype, args[0]) for x in cache),
         ],
-        input_output_aliases={4 + i: 1 + i for i in range(len(cache))},
+        input_output_aliases={before + i: 1 + i for i in range(len(cache))},
         compiler_params=triton_params(num_warps=8 if per > 1 else 2, num_stages=1),
         interpret=interpret,
-    )(positions, heads, cos, sin, *cache)
+    )(positions, cos, sin, *args, *cache)
 
 
 # --- from a model's arrays to a plan, or the reason why not -----------------------------------
@@ -224,8 +273,9 @@ class Triton(NamedTuple):
         if self.fmt is not None:
             parts = [_bytes(x.qvalue) for x in (a.k, a.v)]
             parts += [x.scale[..., 0] for x in (a.k, a.v)]
-        call = _call(self.fmt, a.is_interleaved, self.is_interpreted)
-        q, k, v, *scales = call(a.heads, a.cos, a.sin, a.positions, *parts)
+        call = _call(a.heads.dtype, self.fmt, a.is_interleaved, self.is_interpreted)
+        heads = a.heads if a.left is None else a.left
+        q, k, v, *scales = call(heads, a.cos, a.sin, a.positions, *parts)
         if self.fmt is not None:
             k, v = (
                 dataclasses.replace(
@@ -291,10 +341,14 @@ def _why_not_cache(x: jax.Array | QArray, fmt: Format | None) -> str | None:
 
 
 @functools.cache
-def _call(fmt: Format | None, is_interleaved: bool, interpret: bool) -> Callable:
+def _call(dtype, fmt: Format | None, is_interleaved: bool, interpret: bool) -> Callable:
     """The kernel as a function of arrays, which is lowered once for layers that look alike."""
     return jax.jit(
         functools.partial(
-            write_cache, fmt=fmt, is_interleaved=is_interleaved, interpret=interpret
+            write_cache,
+            dtype=dtype,
+            fmt=fmt,
+            is_interleaved=is_interleaved,
+            interpret=interpret,
         )
     )

@@ -105,6 +105,30 @@ def decode_matmul(
         zeros_GN: zero points of groups, codes of the same type.
         dtype: of the result, float32 or bfloat16.
     """
+    out, is_scaled = decode_parts(
+        x_MK, bytes_KB, scale_GN, last_N, zeros_GN,
+        fmt=fmt, blocks=blocks, dtype=dtype, interpret=interpret,
+    )  # fmt: skip
+    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
+    if last_N is not None and not is_scaled:
+        out = out * last_N.astype(jnp.float32).reshape(1, -1)
+    return out.astype(dtype)
+
+
+def decode_parts(
+    x_MK: jax.Array,
+    bytes_KB: jax.Array,
+    scale_GN: jax.Array | None,
+    last_N: jax.Array | None = None,
+    zeros_GN: jax.Array | None = None,
+    *,
+    fmt: Format,
+    blocks: DecodeBlocks,
+    dtype=jnp.float32,
+    interpret: bool = False,
+) -> tuple[jax.Array, bool]:
+    """The same in parts [P, M, N], to be added up, in `dtype` if there is one and in float32
+    otherwise; and whether they are scaled by `last_N`."""
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
     assert k % blocks.k == 0 and blocks.split <= k // blocks.k, (k, blocks)
     assert blocks.split % blocks.cluster == 0, blocks
@@ -153,10 +177,7 @@ def decode_matmul(
     out = kernel(*alike(*operands.values()))
     if interpret:
         out = by_columns(jnp.sum(out, (0, 1)), bits)[None, :m]
-    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
-    if last_N is not None and not in_kernel:
-        out = out * last_N.astype(jnp.float32).reshape(1, num_n)
-    return out.astype(dtype)
+    return out, in_kernel
 
 
 def by_columns(out, bits: int):

@@ -1,0 +1,113 @@
+"""Pending: what a matmul's kernel leaves to be done, for a kernel that does it on its way.
+
+A kernel for few rows may leave parts of a sum, and scales of rows or columns. XLA applies them in
+whatever it does next; but a kernel of ours is nothing that XLA can put them into, so it would start
+another one for them. The kernels that follow a matmul in a decoding step (add_norm/, write_cache/)
+take parts and scales themselves:
+
+    y_MN  =  rows_M columns_N sum_p parts_pMN
+
+    with collect() as left:
+        y = x @ w           whatever happens to the call on its way
+    left.of(y)              Pending, if y is that and nothing else was done to it; else None
+
+If all that uses y takes the Pending instead, XLA does not compute y.
+
+Before a matmul it is the same the other way round: the kernel that quantizes rows can write their
+codes in bfloat16 too, as the kernels for few rows want them (`note_codes`).
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Pending(NamedTuple):
+    """A matrix that is not summed up and scaled yet."""
+
+    parts: jax.Array  # [P, M, N] in float32
+    columns: jax.Array | None = None  # [N]
+    rows: jax.Array | None = None  # [M]
+
+
+class Left:
+    """What the last matmul within `collect` left, and the array that it is."""
+
+    def __init__(self):
+        self._pending: Pending | None = None
+        self._result: Any = None
+        self._codes: tuple[Any, Any] = (None, None)
+
+    def of(self, y: jax.Array) -> Pending | None:
+        return self._pending if self._result is y else None
+
+
+_left: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
+    "left", default=None
+)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[Left]:
+    """Notes what the matmuls inside leave."""
+    left = Left()
+    token = _left.set(left)
+    try:
+        yield left
+    finally:
+        _left.reset(token)
+
+
+def is_wanted() -> bool:
+    return _left.get() is not None
+
+
+def begin() -> None:
+    """Forgets what an earlier matmul left: another one begins."""
+    note(None)
+
+
+def note(pending: Pending | None) -> None:
+    """Notes what the kernel of a matmul leaves."""
+    left = _left.get()
+    if left is not None:
+        left._pending, left._result = pending, None
+
+
+def note_rows(factor: jax.Array) -> None:
+    """Notes scales of the rows of the result, one or as many as there are rows."""
+    left = _left.get()
+    if left is None or left._pending is None:
+        return
+    pending = left._pending
+    m = pending.parts.shape[1]
+    if pending.rows is not None or factor.size not in (1, m):
+        return note(None)
+    rows = jnp.broadcast_to(factor.reshape(-1), (m,)).astype(jnp.float32)
+    note(pending._replace(rows=rows))
+
+
+def note_result(out: jax.Array) -> None:
+    """Notes which array the matmul returned."""
+    left = _left.get()
+    if left is not None and left._pending is not None:
+        left._result = out
+
+
+def note_codes(qvalue: jax.Array, wide: jax.Array) -> None:
+    """Notes the same codes in bfloat16."""
+    left = _left.get()
+    if left is not None:
+        left._codes = qvalue, wide
+
+
+def in_bfloat16(qvalue: jax.Array) -> jax.Array:
+    """Returns codes of 8 bits in bfloat16: as they were noted, or cast."""
+    left = _left.get()
+    if left is not None and left._codes[0] is qvalue:
+        return left._codes[1]
+    return qvalue.astype(jnp.bfloat16)
