@@ -214,9 +214,9 @@ def _explain(words: Sequence[str]) -> None:
     import contextlib
 
     from midtread.kernels.environment import pretended
-    from midtread.lm import attention, build, settings
+    from midtread.lm import attention, build, settings, step
     from midtread.lm import model as models
-    from midtread.lm.config import Model, section
+    from midtread.lm.config import Model, Training, section
 
     words, options = _options_of_explain(words)
     config = settings.load(words)
@@ -226,7 +226,11 @@ def _explain(words: Sequence[str]) -> None:
     print(f"{models.parameters(model):,} parameters")
     device = options.get("device")
     if "serve" not in options:
+        is_pruned = config.weight_sparsity_n is not None
+        how = {"is_pruned": is_pruned, "is_on_mesh": bool(config.mesh)}
+        both = section(config, Model), section(config, Training)
         with pretended(device) if device else contextlib.nullcontext():
+            print(step.describe_layers(*both, **how))
             print(attention.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline

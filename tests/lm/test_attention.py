@@ -181,7 +181,8 @@ def test_explain_says_which(capsys):
 def test_a_length_that_kernels_cannot_take_goes_to_the_next(capsys):
     words = ["explain", "tiny", "max_target_length=100", "kernels=h200"]
     assert cli.main(words) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
+    *_, layers, said = capsys.readouterr().out.splitlines()
+    assert layers.startswith("layers: each one's weights")
     assert said.startswith("attention: plain (decode: it is for one query")
     assert "cudnn: 100 queries do not fill a block of 128" in said
 

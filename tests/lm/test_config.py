@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import midtread as mt
@@ -14,7 +15,7 @@ from midtread.lm.config import Config, Model, UsageError, keys
 
 
 def test_keys_are_few_and_documented():
-    assert len(keys()) <= 135  # docs/notes/architecture-keys.md says why so many
+    assert len(keys()) <= 136  # docs/notes/architecture-keys.md says why so many
     assert all(field.metadata["meaning"] for field in keys().values())
     help_text = settings.help_text()
     assert all(f"  {name}=" in help_text for name in keys())
@@ -219,3 +220,17 @@ def test_words_as_other_programs_have_them(capsys):
     ]
     assert cli.main(["train", "tiny", "--stepz", "5"]) == 2
     assert "Did you mean 'steps'" in capsys.readouterr().err
+
+
+def test_compiled_programs_are_kept_where_a_key_says():
+    was = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        cli._keep_compiled("")
+        assert jax.config.jax_compilation_cache_dir is None
+        cli._keep_compiled(Config().jax_cache_dir)
+        assert jax.config.jax_compilation_cache_dir.endswith("/.cache/midtread/jax")
+        cli._keep_compiled("/elsewhere")  # what is set stays
+        assert jax.config.jax_compilation_cache_dir.endswith("/.cache/midtread/jax")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from midtread.report import run
+from midtread.report import run, terminal
 
 LINE = {"step": 0, "loss": 3.0, "tokens_per_second": 10.0}
 
@@ -68,3 +68,17 @@ def test_what_differs_comes_first_and_configs_are_folded(folders, tmp_path):
     assert "quantization" in table and "steps" not in table
     assert "minus that of bf16" in page  # the float run, though it is not the first
     assert 'name="viewport"' in page and "<details open" not in page
+
+
+def test_the_share_of_the_peak_is_in_the_live_line_and_the_page(folders, tmp_path):
+    line = {**LINE, "step_seconds": 0.25, "utilization": 0.525}
+    assert "10 tok/s  250 ms/step  52.5% of peak" in terminal._now(line)
+    (folders[0] / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = run.write(run.read_runs(folders[:1]), tmp_path / "report.html").read_text()
+    assert "52.5%" in page and "of peak" in page and "tokens/s" in page
+
+
+def test_a_wide_table_is_not_cut_short(capsys):
+    numbers = [str(10**9 + i) for i in range(12)]
+    terminal.Terminal().table(*map(str, range(12)), rows=[numbers])
+    assert capsys.readouterr().out.splitlines()[1].split() == numbers

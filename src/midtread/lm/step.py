@@ -237,8 +237,9 @@ def initial(
 def why_stacked(
     m: Model,
     t: Training,
-    pruning: Pruning | None = None,
-    layout: Layout | None = None,
+    *,
+    is_pruned: bool = False,
+    is_on_mesh: bool = False,
     room: int | None = None,
     state: State | None = None,
 ) -> str | None:
@@ -250,16 +251,25 @@ def why_stacked(
     """
     if not is_unrolled(m):
         return "not all layers are compiled one by one (scan_unroll)"
-    if layout is not None:
+    if is_on_mesh:
         return "a mesh cuts stacks"
     if t.opt_type == "adafactor":
         return "adafactor looks at all layers of a weight at once"
-    if pruning is not None:
+    if is_pruned:
         return "masks of pruned weights are stacks"
     needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state)) if state else 0
     if room is not None and needed > room:
         return "a checkpoint needs them stacked, and there is no room for both"
     return None
+
+
+def describe_layers(m: Model, t: Training, *, is_pruned: bool, is_on_mesh: bool) -> str:
+    """Says how a training run keeps the weights of its layers, in a line for `explain`."""
+    if not m.scan_layers:
+        return "layers: a list of modules, each with weights of its own"
+    why = why_stacked(m, t, is_pruned=is_pruned, is_on_mesh=is_on_mesh)
+    apart = "each one's weights and moments are arrays of their own while a run lasts"
+    return f"layers: {apart if why is None else f'stacked, since {why}'}"
 
 
 def apart(state: State) -> State:
@@ -298,9 +308,8 @@ def _is_cut(value: Any) -> bool:
 
 
 def _is_stack(var: Any) -> bool:
-    names = _is_variable(var) and var.get_metadata().get("out_sharding")
-    has_arrays = bool(names) and bool(jax.tree.leaves(var))
-    return has_arrays and names[0] == "layers"
+    names = var.get_metadata().get("out_sharding") if _is_variable(var) else None
+    return bool(names and names[0] == "layers" and jax.tree.leaves(var))
 
 
 def _names(state: State) -> list[tuple | None]:

@@ -277,8 +277,10 @@ class Loop:
         m, t = section(config, Model), section(config, Training)
         self.state, parts = step.initial(model, t, pruning, layout)
         self.step = step.make_step(m, t, parts, config.seed, pruning, layout)
-        about = (m, t, pruning, layout, room.bytes_here(), self.state)
-        is_apart = step.why_stacked(*about) is None
+        why_stacked = step.why_stacked(
+            m, t, is_pruned=pruning is not None, is_on_mesh=layout is not None,
+            room=room.bytes_here(), state=self.state,
+        )  # fmt: skip
         self.evaluate = step.make_eval(parts, layout)
         self.judged_by = [
             self._placed(batch) for batch in data.held_out(splits.held_out, config)
@@ -293,7 +295,7 @@ class Loop:
                 folder / "checkpoints", config, terminal.say
             )
             self._resume()
-        if is_apart:
+        if why_stacked is None:
             self.state = step.apart(self.state)
         first = int(self.state.step)
         self.metrics = Metrics(folder, first, config.enable_tensorboard)
