@@ -19,9 +19,12 @@ demo: $(VENV)/demo.installed
 examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
+# Files of whole models are a run of their own, which compiles quicker (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+MODELS := $(filter-out tests/lm/test_codes.py,$(wildcard tests/lm/test_*.py))
 test: lint docs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --doctest-modules src tests --ignore tests/lm
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/lm
+	$(PYTEST) --doctest-modules src tests $(addprefix --ignore=,$(MODELS))
+	$(PYTEST) $(MODELS)
 	$(MAKE) newest
 
 lint: $(VENV)/dev.installed

@@ -1,9 +1,10 @@
 """What quantizing a whole model adds to tracing it.
 
 A stack of MLP blocks under QtProvider and PtqProvider, against the float model and against
-Qwix when it is installed, Linen and NNX, in one process.
+Qwix when it is installed, Linen and NNX, in one process. They take turns, and the best turn
+of each counts, in seconds of a core: others' work on the machine weighs little then.
 
-    python benchmarks/trace.py [--layers 64]
+    python benchmarks/trace.py [--layers 64] [--turns 9]
 """
 
 import argparse
@@ -52,18 +53,20 @@ class Nnx(nnx.Module):
         return x
 
 
-def seconds(fn, *args, repeats=3):
-    """Of tracing; the best of a few, each with a function jit has not seen."""
-    best = float("inf")
-    for _ in range(repeats):
-        fresh = lambda *a: fn(*a)
-        start = time.perf_counter()
-        jax.jit(fresh).trace(*args)
-        best = min(best, time.perf_counter() - start)
+def seconds(cases, turns):
+    """Of tracing each of [(function, arguments)]; every turn is with a function that jit
+    has not seen."""
+    best = [float("inf")] * len(cases)
+    for _ in range(turns):
+        for i, (fn, args) in enumerate(cases):
+            fresh = lambda *a, fn=fn: fn(*a)
+            start = time.process_time()
+            jax.jit(fresh).trace(*args)
+            best[i] = min(best[i], time.process_time() - start)
     return best
 
 
-def linen_row(library, kind, layers, x):
+def linen_case(library, kind, layers, x):
     model = Linen(layers)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     if library is not None:
@@ -71,10 +74,10 @@ def linen_row(library, kind, layers, x):
         model = library.quantize_model(model, getattr(library, kind)([rule]))
         if kind == "PtqProvider":
             variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    return seconds(lambda v, x: model.apply(v, x), variables, x)
+    return (lambda v, x: model.apply(v, x)), (variables, x)
 
 
-def nnx_row(library, kind, layers, x):
+def nnx_case(library, kind, layers, x):
     model = Nnx(layers, nnx.Rngs(0))
     if library is not None:
         rule = library.QuantizationRule(**INT8)
@@ -82,15 +85,16 @@ def nnx_row(library, kind, layers, x):
             model, getattr(library, kind)([rule]), jnp.ones(x.shape)
         )
     graph, state = nnx.split(model)
-    return seconds(lambda s, x: nnx.merge(graph, s)(x), state, x)
+    return (lambda s, x: nnx.merge(graph, s)(x)), (state, x)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=9)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # Qwix uses names that Flax has deprecated
-    libraries = {"float": None, "ours": mt}
+    libraries = {"ours": mt}
     try:
         import qwix
 
@@ -101,20 +105,13 @@ def main():
     print(
         f"jax {jax.__version__}, {datetime.date.today()}, {args.layers} layers; trace seconds"
     )
-    print(
-        "| | float | "
-        + " | ".join(f"{n} QT | {n} PTQ" for n in list(libraries)[1:])
-        + " |"
-    )
-    print("|---" * (2 * len(libraries)) + "|")
-    for name, row in (("Linen", linen_row), ("NNX", nnx_row)):
-        row(None, None, 2, x)
-        base = row(None, None, args.layers, x)
-        cells = [f"{base:.3f}"]
-        for library in list(libraries.values())[1:]:
-            for kind in ("QtProvider", "PtqProvider"):
-                took = row(library, kind, args.layers, x)
-                cells.append(f"{took:.3f} ({took / base:.2f}x)")
+    print("| | float | " + " | ".join(f"{n} QT | {n} PTQ" for n in libraries) + " |")
+    print("|---" * (2 + 2 * len(libraries)) + "|")
+    kinds = [(x, kind) for x in libraries.values() for kind in ("QtProvider", "PtqProvider")]  # fmt: skip
+    for name, case in (("Linen", linen_case), ("NNX", nnx_case)):
+        cases = [case(*of, args.layers, x) for of in [(None, None), *kinds]]
+        base, *took = seconds(cases, args.turns)
+        cells = [f"{base:.3f}", *(f"{t:.3f} ({t / base:.2f}x)" for t in took)]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
