@@ -1,7 +1,8 @@
 """Gemma's library, as published, with Midtread in Qwix's place: PTQ, QT and LoRA of its models.
 
-It wants a Python of its own, which docs/from-qwix.md makes. Its typing package replaces
-`flax.linen.Module.param` before anybody else can.
+It wants a Python of its own, which docs/from-qwix.md makes. What it imports has wrapped
+`flax.linen.Module.param` before we see it. Qwix itself fails on PTQ and LoRA of these models
+(it multiplies a quantized embedding in place, and sets an attribute of a frozen module).
 """
 
 import json
@@ -41,4 +42,5 @@ def test_every_model_runs_as_on_qwix_or_better():
         assert (num_codes > 0) == name.endswith("/ptq"), (name, found)
         if not isinstance(theirs[name], str):
             assert num_codes >= theirs[name][1], (name, found, theirs[name])
-            assert error <= 1.2 * theirs[name][0] + 1e-6, (name, found, theirs[name])
+            # Weights of other modules (the tied head) are quantized here, and not by Qwix.
+            assert error <= 1.5 * theirs[name][0] + 1e-6, (name, found, theirs[name])
