@@ -292,7 +292,7 @@ def test_private_names_are_still_there():
 
 
 def test_functions_that_others_wrapped_are_caught(monkeypatch):
-    """Kauldron wraps flax.linen.Module.param before we see it."""
+    """Gemma's library comes with a wrapped flax.linen.Module.param, for one."""
     factor = 2
     outer = types.SimpleNamespace(double=lambda x: factor * x)
     monkeypatch.setitem(sys.modules, "outer", outer)

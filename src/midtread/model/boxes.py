@@ -234,13 +234,15 @@ def _restored(target: QArray, state: dict[str, Any]) -> QArray:
             f"a QArray of {sorted(parts)} is to be restored from {sorted(state)}: was it "
             "saved in another format?"
         )
-    is_bytes = lambda x, held: _is_foreign(held) and x.dtype == np.uint8
-    back = lambda name, held: (
-        np.asarray(state[name]).view(held.dtype)
-        if is_bytes(state[name], held)
-        else state[name]
+    return target.replace(
+        **{name: _from_bytes(state[name], part) for name, part in parts.items()}
     )
-    return target.replace(**{name: back(name, held) for name, held in parts.items()})
+
+
+def _from_bytes(stored: Any, part: Any) -> Any:
+    """What `_as_bytes` stored, in the dtype of the part that it goes to."""
+    is_bytes = _is_foreign(part) and stored.dtype == np.uint8
+    return np.asarray(stored).view(part.dtype) if is_bytes else stored
 
 
 serialization.register_serialization_state(

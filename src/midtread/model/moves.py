@@ -5,7 +5,7 @@ elements anew, or negate them, can be done to codes and scales just as well, and
 parameter is stored in codes though `f` stands before the matmul:
 
     trail(x)               what x was made from, each with the moves that lead from it to x
-    stored(how, ...)       the parameter's shape and Spec, for a Spec of the operand
+    stored(spec, ...)      the parameter's shape and Spec, for a Spec of the operand
     follow(q, moves)       the moves, of codes and scales
 
 Three things stop a parameter from being stored so: a move that is none of ACTS; a slice
@@ -63,11 +63,11 @@ def trail(x: Any) -> Iterator[tuple[Any, list[Move]]]:
             moves = [Move("vmap", sizes, 0, before, tuple(outer.shape)), *moves]
         x = intercept.unwrap(x)
         yield x, moves
-        made = intercept.made_by(x)
-        found = None if made is None else _moves(made, tuple(x.shape))
-        if found is None:
+        equation = intercept.made_by(x)
+        step = None if equation is None else _moves(equation, tuple(x.shape))
+        if step is None:
             return
-        more, x = found
+        more, x = step
         moves = [*more, *moves]
 
 
@@ -83,38 +83,45 @@ def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
     return [Move("reshape", {}, 0, tuple(param.shape), tuple(x.shape))]
 
 
-def _moves(made: Made, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
+def _moves(equation: Made, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
     """(the moves of an equation, what it moves); None of one that computes something."""
-    if made.primitive in ("jit", "pjit"):
-        return _moves_inside(made)
-    if made.primitive not in ACTS:
+    if equation.primitive in ("jit", "pjit"):
+        return _moves_inside(equation)
+    if equation.primitive not in ACTS:
         return None
-    operand, *starts = made.operands
+    operand, *starts = equation.operands
     array = getattr(operand, "aval", operand)  # of a variable inside a jit
     if not hasattr(array, "shape"):
         return None
     before = tuple(array.shape)
-    move = Move(made.primitive, made.params, made.index, before, after, starts or None)
+    move = Move(
+        equation.primitive,
+        equation.params,
+        equation.index,
+        before,
+        after,
+        starts or None,
+    )
     return [move], operand
 
 
-def _moves_inside(made: Made) -> tuple[list[Move], Any] | None:
+def _moves_inside(call: Made) -> tuple[list[Move], Any] | None:
     """The moves of a jitted function, from its result back to the argument it moves."""
-    closed, moves = made.params["jaxpr"], []
+    closed, moves = call.params["jaxpr"], []
     jaxpr = closed.jaxpr
-    var = jaxpr.outvars[made.index]
+    var = jaxpr.outvars[call.index]
     for eqn in reversed(jaxpr.eqns):
         index = next((i for i, v in enumerate(eqn.outvars) if v is var), None)
         if index is None:
             continue
         inner = Made(eqn.primitive.name, eqn.params, list(eqn.invars), index)
-        found = _moves(inner, tuple(var.aval.shape))
-        if found is None:
+        step = _moves(inner, tuple(var.aval.shape))
+        if step is None:
             return None
-        more, var = found
-        moves = [*(_with_starts(m, closed, made.operands) for m in more), *moves]
-    place = next((i for i, v in enumerate(jaxpr.invars) if v is var), None)
-    return None if place is None else (moves, made.operands[place])
+        more, var = step
+        moves = [*(_with_starts(m, closed, call.operands) for m in more), *moves]
+    argument = next((i for i, v in enumerate(jaxpr.invars) if v is var), None)
+    return None if argument is None else (moves, call.operands[argument])
 
 
 def _with_starts(move: Move, closed: Any, operands: list) -> Move:
@@ -131,10 +138,10 @@ def _with_starts(move: Move, closed: Any, operands: list) -> Move:
 
 
 def stored(
-    how: Spec, shape: Sequence[int], moves: list[Move]
+    spec: Spec, shape: Sequence[int], moves: list[Move]
 ) -> tuple[tuple[int, ...], Spec, list[Move]] | None:
     """(the shape to store a parameter of `shape` in, its Spec, the moves from there), for
-    `how` of the operand that the moves make of it. None where codes cannot follow."""
+    `spec` of the operand that the moves make of it. None where codes cannot follow."""
     first = next((i for i, m in enumerate(moves) if not _regroups(m)), len(moves))
     regrouped = [m for m in moves[:first] if m.after != m.before]
     if any(_cast_axes([], move) is None for move in moves[:first]):
@@ -148,8 +155,8 @@ def stored(
         axes = ACTS[move.name].axes(axes, move)
         if axes is None:
             return None
-    channelwise = {a % len(axes) for a in how.channelwise_axes}
-    tiles = {a % len(axes): tile for a, tile in how.tiled_axes}
+    channelwise = {a % len(axes) for a in spec.channelwise_axes}
+    tiles = {a % len(axes): tile for a, tile in spec.tiled_axes}
     picked = set(range(len(shape))) - {axis.source for axis in axes}
     kept, kept_tiles = set(picked), {}
     for i, axis in enumerate(axes):
@@ -162,10 +169,10 @@ def stored(
             if tile is None:
                 return None
             kept_tiles[axis.source] = tile
-    if how.format.tile and not kept_tiles:
+    if spec.format.tile and not kept_tiles:
         return None
     changes = {"channelwise_axes": tuple(sorted(kept)), "tiled_axes": kept_tiles}
-    return shape, dataclasses.replace(how, **changes), moves
+    return shape, dataclasses.replace(spec, **changes), moves
 
 
 def _regroups(move: Move) -> bool:
@@ -235,10 +242,10 @@ def _reshaped_axes(axes: list[Axis], move: Move) -> list[Axis] | None:
     """Axes of extent 1 come and go; a new axis merges with the one before it, which then
     repeats its elements."""
     left = [(axis, n) for axis, n in zip(axes, move.before) if n != 1]
-    made: list[Axis] = []
+    after: list[Axis] = []
     for extent in move.after:
         if extent == 1:
-            made.append(Axis(None))
+            after.append(Axis(None))
             continue
         if not left:
             return None
@@ -248,8 +255,8 @@ def _reshaped_axes(axes: list[Axis], move: Move) -> list[Axis] | None:
             axis = axis._replace(repeats=axis.repeats * left.pop(0)[1])
         if n != extent:
             return None
-        made.append(axis)
-    return None if left else made
+        after.append(axis)
+    return None if left else after
 
 
 def _reshaped(q: QArray, move: Move) -> QArray:
