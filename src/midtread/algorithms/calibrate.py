@@ -238,8 +238,11 @@ def calibrate(
         work.weigh_tokens(loss, targets, say)
     solved = work.run(kept, say)
     turned = {path: w for path, w in floats.items() if w is not given[path]}
+    by_name = {tuple(map(str, path)): path for path in boxes}
     for path, value in {**turned, **work.biases}.items():
-        quantized = served.put_param(quantized, path, value, boxes)
+        path = by_name.get(tuple(map(str, path)), path)
+        if path not in solved:
+            quantized = served.put_param(quantized, path, value, boxes)
     for path, arrays in solved.items():
         quantized = served.put(quantized, path, arrays, boxes[path])
     report = work.report(tuple(algorithms), time.time() - started)
