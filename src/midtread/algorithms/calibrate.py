@@ -600,9 +600,12 @@ class _Work:
         for ROWS times as many rows as inputs."""
         known = {*envs[0], *shared, *self.given}
         probe = reach.probe(self.program, number, self.ways[number], known)
-        run = lambda env, codes: probe.run(
-            self._values(probe.takes, shared, env, codes)
-        )
+        signs = self.turns.online.get(number)
+
+        def run(env, codes) -> jax.Array:
+            X = probe.run(self._values(probe.takes, shared, env, codes))
+            return X if signs is None else hadamard.turn(X, signs.reshape(1, 1, -1))
+
         total = None
         seen = 0
         for b, env in enumerate(envs):
