@@ -59,21 +59,37 @@ def torch_model(folder: pathlib.Path):
     with np.load(folder / "float.npz") as file:
         state = {name: torch.from_numpy(file[name]) for name in file.files}
     model.load_state_dict(state, strict=True)
-    return model
+    # Peers look for a folder beside the model.
+    model.save_pretrained(folder / "transformers")
+    tokenizer().save_pretrained(folder / "transformers")
+    return LlamaForCausalLM.from_pretrained(
+        folder / "transformers", dtype=torch.float32
+    ).eval()
+
+
+def tokenizer():
+    """Peers want one; it encodes nothing, since chunks are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    codec = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    return PreTrainedTokenizerFast(tokenizer_object=codec, pad_token="x", eos_token="x")
+
+
+def batches(chunks: np.ndarray) -> list[dict]:
+    import torch
+
+    ids = [torch.from_numpy(row[None, :-1].astype(np.int64)) for row in chunks]
+    return [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
 
 
 def llm_compressor(model, chunks: np.ndarray, modifiers: list) -> None:
-    from datasets import Dataset
     from llmcompressor import oneshot
+    from torch.utils.data import DataLoader
 
-    ids = [row[:-1].tolist() for row in chunks]
-    data = Dataset.from_dict(
-        {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
-    )
-    oneshot(
-        model=model, dataset=data, recipe=modifiers, max_seq_length=512,
-        num_calibration_samples=len(ids), shuffle_calibration_samples=False,
-    )  # fmt: skip
+    data = DataLoader(batches(chunks), batch_size=None)
+    oneshot(model=model, dataset=data, recipe=modifiers, processor=tokenizer(),
+            num_calibration_samples=len(chunks), tie_word_embeddings=False)  # fmt: skip
 
 
 def _scheme(symmetric: bool = True) -> dict:
@@ -102,17 +118,11 @@ def llmcompressor_awq(model, chunks) -> None:
 
 
 def auto_round(model, chunks, iters: int) -> None:
-    import torch
     from auto_round import AutoRound
 
-    class Tokenizer:  # it wants one, and encodes nothing: chunks are tokens already
-        name_or_path, pad_token, eos_token, chat_template = "none", "", "", None
-
-    data = [{"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)),
-             "attention_mask": torch.ones(1, 512, dtype=torch.int64)} for row in chunks]  # fmt: skip
     rounding = AutoRound(
-        model, Tokenizer(), scheme="W4A16", bits=4, group_size=GROUP, sym=True,
-        dataset=data, iters=iters, nsamples=len(chunks), seqlen=512, batch_size=1,
+        model, tokenizer(), scheme="W4A16", bits=4, group_size=GROUP, sym=True,
+        dataset=batches(chunks), iters=iters, nsamples=len(chunks), seqlen=512, batch_size=1,
         device_map="cpu", low_gpu_mem_usage=False,
     )  # fmt: skip
     rounding.quantize()

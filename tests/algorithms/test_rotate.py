@@ -14,6 +14,7 @@ from midtread.model import flaxlib
 from midtread.numerics.spec import Spec
 from tests.algorithms.test_calibrate import FLAT
 from tests.algorithms.test_fold import Block
+from tests.algorithms.test_fold import Layers as Stack
 from tests.algorithms.test_reach import Attention, D, Gated, T, W
 
 
@@ -123,7 +124,7 @@ def tokens():
 def test_a_turned_stream_is_the_float_model(kind, tokens):
     model = Decoder()
     traced, floats = program.trace(model, tokens)
-    (one,), reasons = stream.find(traced)
+    (one,), _ = stream.find(traced)
     assert one.width == D and len(one.rows) == 11 and len(one.columns) == 4
     names = [v.name for v in one.tables]
     assert names[:2] == ["table/embedding", "positions"] and len(names) == 6
@@ -142,7 +143,6 @@ def test_a_turned_stream_is_the_float_model(kind, tokens):
     assert float(jnp.abs(turned["last", "scale"] - 1).max()) == 0
     gone = jnp.abs(turned["table", "embedding"] - floats["table", "embedding"])
     assert float(gone.max()) > 0.1
-    del reasons
 
 
 def test_learned_rotations_cost_less_and_are_rotations(key):
@@ -228,3 +228,44 @@ def test_inputs_turned_online_spread_outliers(key):
     assert far(best.model) < far(turned.model)
     with pytest.raises(ValueError, match=r"places=\('online',\)"):
         calibrate(model, provider(), [x], algorithms=["rotate", "round"])
+
+
+def test_values_may_be_turned_online_too(key):
+    """Moments as attention sees them are turned with the inputs."""
+    model, x = Attention("grouped"), jax.random.normal(key, (8, T, D))
+    rule = mt.QuantizationRule(module_path="v", weight_qtype="int3")
+    rows = {}
+    for names in (["gptq"], ["rotate", "gptq"]):
+        made = calibrate(
+            model, mt.PtqProvider([rule]), [x], algorithms=names,
+            options=CalibrationOptions(rotate=RotateOptions(places=("online",))),
+        )  # fmt: skip
+        (rows[len(names)],) = made.report.rows
+        far = float(jnp.mean(jnp.square(made.model(x) - model(x))))
+    assert rows[2].cost < rows[2].rounded and rows[2].cost < 2 * rows[1].cost
+    plain = mt.quantize_model(model, mt.PtqProvider([rule]), x)
+    assert far < float(jnp.mean(jnp.square(plain(x) - model(x))))
+
+
+def test_streams_go_through_scans(key):
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+            self.inner = Stack()
+            self.norm = nnx.RMSNorm(D, rngs=nnx.Rngs(1))
+            self.last = nnx.Linear(D, 3, rngs=nnx.Rngs(2))
+
+        def __call__(self, x):
+            return self.last(self.norm(self.inner(self.first(x))))
+
+    model, x = Scanned(), jax.random.normal(key, (2, T, D))
+    traced, floats = program.trace(model, x)
+    (one,), _ = stream.find(traced)
+    assert (len(one.rows), len(one.columns), len(one.tables)) == (11, 5, 5)
+    turned = stream.turned(traced, floats, one, rotate.rotation(D, key))
+    arrays = traced.arrays(x)
+    np.testing.assert_allclose(
+        program.outputs(traced, turned, arrays)[0],
+        program.outputs(traced, floats, arrays)[0],
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip

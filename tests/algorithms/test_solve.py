@@ -247,7 +247,8 @@ def test_hqq_lets_a_few_large_weights_be(key):
         made, squares = hqq.solve(w, spec), clip.solve(w, spec)
         assert size(made, 0.7) < size(quantize_by_spec(w, spec), 0.7)
         assert size(made, 0.7) < size(squares, 0.7)
-        assert size(made, 2) > size(squares, 2)
+        if made.zero_point is None:  # the same grids to choose from
+            assert size(made, 2) > size(squares, 2)
 
 
 def test_moments_that_do_not_fit_are_refused(layer):

@@ -238,8 +238,11 @@ def calibrate(
         work.weigh_tokens(loss, targets, say)
     solved = work.run(kept, say)
     turned = {path: w for path, w in floats.items() if w is not given[path]}
+    by_name = {tuple(map(str, path)): path for path in boxes}
     for path, value in {**turned, **work.biases}.items():
-        quantized = served.put_param(quantized, path, value, boxes)
+        path = by_name.get(tuple(map(str, path)), path)
+        if path not in solved:
+            quantized = served.put_param(quantized, path, value, boxes)
     for path, arrays in solved.items():
         quantized = served.put(quantized, path, arrays, boxes[path])
     report = work.report(tuple(algorithms), time.time() - started)
@@ -615,9 +618,12 @@ class _Work:
         for ROWS times as many rows as inputs."""
         known = {*envs[0], *shared, *self.given}
         probe = reach.probe(self.program, number, self.ways[number], known)
-        run = lambda env, codes: probe.run(
-            self._values(probe.takes, shared, env, codes)
-        )
+        signs = self.turns.online.get(number)
+
+        def run(env, codes) -> jax.Array:
+            X = probe.run(self._values(probe.takes, shared, env, codes))
+            return X if signs is None else hadamard.turn(X, signs.reshape(1, 1, -1))
+
         total = None
         seen = 0
         for b, env in enumerate(envs):

@@ -85,7 +85,8 @@ def gptq_quantize_weight(
     damped = H + jnp.diag(
         jnp.where(diagonal == 0, 1.0, 0.0) + percdamp * jnp.mean(diagonal)
     )
-    U = gptq._inverse_factor(damped)
+    inverse = cholesky_inverse(jnp.linalg.cholesky(damped))
+    U = jnp.linalg.cholesky(inverse, upper=True)
     gap = jnp.where(diagonal == 0, 0.0, W - dequantize(q))
     errors = jax.scipy.linalg.solve_triangular(U.T, gap.T, lower=True).T
     return q, jnp.square(errors) / 2
