@@ -14,8 +14,12 @@ extents, to see the script work on a CPU.
 """
 
 import multiprocessing
+import os
 import sys
 import time
+
+# Two processes share the device where Qwix runs too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp

@@ -138,10 +138,10 @@ def test_rows_written_out_are_the_rows_of_a_loop(layer, monkeypatch):
     w, H = layer
     spec = SPECS["nvfp4"]
     loop = gptq.solve(w, spec, H).array
-    gptq._solve.clear_cache()
+    gptq._solve_once.clear_cache()
     monkeypatch.setattr(gptq, "UNROLLED", {"cpu": 8})
     out = gptq.solve(w, spec, H).array
-    gptq._solve.clear_cache()
+    gptq._solve_once.clear_cache()
     np.testing.assert_array_equal(dequantize(out), dequantize(loop))
 
 

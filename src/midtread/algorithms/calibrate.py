@@ -63,7 +63,15 @@ from midtread.algorithms import (
 from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.offload import Store
-from midtread.algorithms.program import Program, Site, Stage, as_call, stages, trace
+from midtread.algorithms.program import (
+    SEARCH_LESS,
+    Program,
+    Site,
+    Stage,
+    as_call,
+    stages,
+    trace,
+)
 from midtread.algorithms.report import Report, Row
 from midtread.algorithms.resume import Kept
 from midtread.algorithms.rotate import RotateOptions
@@ -79,7 +87,7 @@ BEFORE = ("rotate", "correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("bias", "learn")
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
-ROWS = 64  # rows for every input are enough for moments of sums over tokens
+ROWS = 32  # rows for every input are enough for moments of sums over tokens
 
 
 class Calibrated(NamedTuple):
@@ -775,5 +783,7 @@ def _jitted_moments(site: Site, x, weights, sizes, other, signs, histograms):
     return _moments_of(alike, x, weights, sizes, other, signs, histograms)
 
 
-_moments_of = jax.jit(collect.moments, static_argnums=(0, 6))
-_moments_of_heads = jax.jit(collect.moments_of_heads)
+_moments_of = jax.jit(
+    collect.moments, static_argnums=(0, 6), compiler_options=SEARCH_LESS
+)
+_moments_of_heads = jax.jit(collect.moments_of_heads, compiler_options=SEARCH_LESS)

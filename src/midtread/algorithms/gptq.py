@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.algorithms import clip
+from midtread.algorithms.program import SEARCH_LESS
 from midtread.algorithms.weight import (
     MATRIX,
     Axes,
@@ -144,7 +145,9 @@ def solve_together(
     for w in ws:
         H = _checked(H, w, axes)
     targets = ws if targets is None else targets
-    return _solve(tuple(ws), tuple(targets), H, spec, axes, options)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in (*ws, *targets, H))
+    run = _solve if is_traced else _solve_once
+    return run(tuple(ws), tuple(targets), H, spec, axes, options)
 
 
 def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
@@ -173,7 +176,6 @@ class _Start(NamedTuple):
     grid: Grid  # the scales, one for every element of W
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "axes", "options"))
 def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     shape = spec.layout(ws[0].shape)[0]
     E, K, _ = axes.extents(shape)
@@ -231,10 +233,12 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
         values = as_weight(joined(grid.nearest(Q)), axes, padded)
         codes = encode(values, spec, scales, w.shape)
         plain = encode(views.pad_to(target, padded), spec, start.nearest, w.shape)
-        size = lambda M: jnp.sum(M * _matmul(H, M))
-        whole = size(start.W)
         value = lambda q: lay(dequantize(q).astype(jnp.float32), padded)
-        costs = [size(value(q) - start.W) / whole for q in (codes, plain)]
+        errors = [value(q) - start.W for q in (codes, plain)]
+        listed = [start.W, *errors]
+        moved = jnp.split(_matmul(H, beside(*listed)), 3, axis=-1)
+        whole, *sizes = [jnp.sum(a * b) for a, b in zip(listed, moved)]
+        costs = [size / whole for size in sizes]
         best = jax.tree.map(
             lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
         )
@@ -243,6 +247,11 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     ends = np.cumsum([s.W.shape[-1] for s in starts])[:-1].tolist()
     cut = lambda x: jnp.split(x, ends, axis=-1)
     return [finish(*one) for one in zip(ws, targets, starts, cut(Q), cut(grid.scale))]
+
+
+_solve_once = jax.jit(
+    _solve, static_argnames=("spec", "axes", "options"), compiler_options=SEARCH_LESS
+)
 
 
 def _over_stacks(size: int):

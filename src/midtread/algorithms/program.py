@@ -518,6 +518,11 @@ def outputs(
     return [v.val if is_literal(v) else env[v] for v in program.outputs]
 
 
+# What runs a few times is not worth a search for the best of many Triton kernels for each
+# of its matmuls: on a GPU XLA then takes cuBLAS. On others this says nothing.
+SEARCH_LESS = {"xla_gpu_enable_triton_gemm": False}
+
+
 @functools.lru_cache(maxsize=1)
 def _compiled_by_text() -> dict[str, Callable]:
     return {}
@@ -551,4 +556,6 @@ def compiled(
         return [env[v] for v in gives]
 
     known = _compiled_by_text()
-    return known.setdefault(text, jax.jit(run or evaluated))
+    return known.setdefault(
+        text, jax.jit(run or evaluated, compiler_options=SEARCH_LESS)
+    )
