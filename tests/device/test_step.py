@@ -98,6 +98,14 @@ WORDS += ["num_kv_heads=2", "num_decoder_layers=2", "dtype=bfloat16"]
 WORDS += ["weight_dtype=bfloat16"]
 
 
+@pytest.fixture
+def standard_promotion():
+    """Flax's norm multiplies bfloat16 by float32."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("value", "cache_format"), [("int8", None), ("int4w", ("int4", "dkv"))], ids=str
 )
