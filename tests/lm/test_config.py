@@ -223,14 +223,18 @@ def test_words_as_other_programs_have_them(capsys):
 
 
 def test_compiled_programs_are_kept_where_a_key_says():
-    was = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    where = lambda: jax.config.jax_compilation_cache_dir
     try:
-        jax.config.update("jax_compilation_cache_dir", None)
+        for name, value in zip(names, (None, True)):
+            jax.config.update(name, value)
         cli._keep_compiled("")
-        assert jax.config.jax_compilation_cache_dir is None
+        assert where() is None
         cli._keep_compiled(Config().jax_cache_dir)
-        assert jax.config.jax_compilation_cache_dir.endswith("/.cache/midtread/jax")
+        assert where().endswith("/.cache/midtread/jax")
         cli._keep_compiled("/elsewhere")  # what is set stays
-        assert jax.config.jax_compilation_cache_dir.endswith("/.cache/midtread/jax")
+        assert where().endswith("/.cache/midtread/jax")
     finally:
-        jax.config.update("jax_compilation_cache_dir", was)
+        for name, value in before.items():
+            jax.config.update(name, value)
