@@ -24,7 +24,7 @@ bit, in bfloat16 two logits that are nearly equal may change places.
 Weights that are stacked for a scan over layers are copied by XLA, layer by layer, before each
 use (NVIDIA H200, jax 0.11.2: bf16 12.5 ms a token, 5.8 without the scan), so `unstack` gives
 each layer arrays of its own; `prepare` does so and joins weights that multiply the same rows
-(`lm/join.py`; together with a kernel for attention, 4.3 ms).
+(`lm/join.py`; together with kernels for what stands between the matmuls, 4.1 ms).
 """
 
 import dataclasses
