@@ -10,7 +10,7 @@ Gradients flow straight through quantized activations, so that adapters can be t
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -46,6 +46,14 @@ from midtread.providers.params import check_data, quantize_like
 
 # Linen modules that give the layer inside them functions of its parameters.
 REWRITES = (nn.WeightNorm, nn.SpectralNorm)
+
+
+class Source(NamedTuple):
+    """A parameter, and the moves that make an operand of it."""
+
+    owner: Any  # the module that it belongs to
+    name: str
+    moves: list[Move]
 
 
 class PtqProvider(QuantizationProvider):
@@ -117,14 +125,14 @@ class PtqProvider(QuantizationProvider):
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
-        names = {id(a): self._place(a, not boxed) for a in args if _is_float(a)}
+        sources = {id(a): self._source(a, not boxed) for a in args if _is_float(a)}
         if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
-            self._note_met(rule, boxed or any(names.values()))
+            self._note_met(rule, boxed or any(sources.values()))
             if not boxed:
                 self._note_computed(
-                    [a for a in args if id(a) in names and not names[id(a)]]
+                    [a for a in args if id(a) in sources and not sources[id(a)]]
                 )
-        ops = Ops(functools.partial(self._serve, rule, op_id, names))
+        ops = Ops(functools.partial(self._serve, rule, op_id, sources))
         return getattr(ops, name)(*args, **kwargs)
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
@@ -140,21 +148,20 @@ class PtqProvider(QuantizationProvider):
                 dequantize(a) if _is_box(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
-        place = self._place(a) if spec is not None and _is_float(a) else None
+        source = self._source(a) if spec is not None and _is_float(a) else None
         if spec is not None:
-            self._note_met(rule, _is_box(a) or place is not None)
-        if place is not None:
-            made = self._quantize_param(
-                place, a, number_table_axes(spec, a.shape, axis)
-            )
-            a = a if made is None else made
+            self._note_met(rule, _is_box(a) or source is not None)
+        if source is not None:
+            axes = number_table_axes(spec, a.shape, axis)
+            quantized = self._quantize_param(source, a, axes)
+            a = a if quantized is None else quantized
         if not _is_box(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
 
-    def _serve(self, rule, op_id: str, names: dict, c, lhs, rhs) -> jax.Array:
+    def _serve(self, rule, op_id: str, sources: dict, c, lhs, rhs) -> jax.Array:
         sides = {"lhs": lhs, "rhs": rhs}
-        params = {side: names.get(id(x)) for side, x in sides.items()}
+        params = {side: sources.get(id(x)) for side, x in sides.items()}
         are_weights = [
             _is_box(x) or params[side] is not None for side, x in sides.items()
         ]
@@ -165,14 +172,14 @@ class PtqProvider(QuantizationProvider):
             if spec is None:
                 continue
             if params[side] is not None:
-                placed = c.number_axes(spec, side, x.shape)
-                codes = self._quantize_param(params[side], x, placed)
+                numbered = c.number_axes(spec, side, x.shape)
+                codes = self._quantize_param(params[side], x, numbered)
                 sides[side] = x if codes is None else codes
             elif _is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
-                    placed = c.number_axes(spec, side, x.shape)
-                    ranges[side] = static_range(rule, f"{op_id}_{side}", placed, x)
+                    numbered = c.number_axes(spec, side, x.shape)
+                    ranges[side] = static_range(rule, f"{op_id}_{side}", numbered, x)
         fwd = Fwd(**specs, accumulate=asked.accumulate)
         if all(isinstance(x, QArray) for x in sides.values()):
             # Two weights: one of them is quantized for another matmul than this one.
@@ -202,27 +209,27 @@ class PtqProvider(QuantizationProvider):
                 return x if codes is None else box.value.replace(array=codes)
         return x
 
-    def _place(
-        self, x: jax.Array, elsewhere: bool = True
-    ) -> tuple[Any, str, list[Move]] | None:
-        """(module, name, moves) of the parameter that the moves make x of, None for an
-        activation. Where the other operand is a weight already, only the module's own
-        parameters are asked, and neither parts of them nor those held `elsewhere`."""
+    def _source(self, x: jax.Array, elsewhere: bool = True) -> Source | None:
+        """The parameter that x is made of, or None for an activation. Where the other
+        operand is a weight already, only the module's own parameters are asked, and neither
+        parts of them nor those that live `elsewhere`."""
         module = intercept.current_module()
         name = self.find_param(module, x)
         if name is None:
-            found = self.find_part(module, x) if elsewhere else None
+            source = self.find_part(module, x) if elsewhere else None
         else:
             param = intercept.unwrap(flaxlib.params_of(module)[name])
             ways = (moves for a, moves in trail(flaxlib.unbox(x)) if a is param)
-            found = module, name, next(ways, [])  # none: it was found by its shape
-        if found is None or not self._is_of_model(*found[:2]):
-            if found is not None and _is_bridged(found[0], running.call_of(self).model):
-                self._float.note_bridged(*found[:2])
+            source = module, name, next(ways, [])  # none: it is known by its shape
+        if source is None:
             return None
-        owner, name, moves = found
+        owner, name, moves = source
+        if not self._is_of_model(owner, name):
+            if _is_bridged(owner, running.call_of(self).model):
+                self._float.note_bridged(owner, name)
+            return None
         seen = as_seen(flaxlib.params_of(owner)[name], x, moves)
-        return None if seen is None else (owner, name, seen)
+        return None if seen is None else Source(owner, name, seen)
 
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
         """Notes whether an op that a weight rule matched has a weight."""
@@ -261,19 +268,21 @@ class PtqProvider(QuantizationProvider):
         theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
         return outer if theirs == ours else module
 
-    def _quantize_param(self, place, x: jax.Array, how: Spec) -> QArray | None:
-        """Puts a quantized parameter in the place of a float one, and returns what the
-        operand is made of; None where the operand's codes cannot be the parameter's."""
-        module, name, moves = place
-        held = flaxlib.params_of(module).get(name)
-        if held is None:  # a box by now: met twice in this op
-            return quantize_by_spec(x, how)
-        kept = stored(how, held.shape, moves)
+    def _quantize_param(
+        self, source: Source, x: jax.Array, spec: Spec
+    ) -> QArray | None:
+        """Replaces a float parameter by a quantized one, and returns what the operand is
+        made of; None where the operand's codes cannot be the parameter's."""
+        module, name, moves = source
+        param = flaxlib.params_of(module).get(name)
+        if param is None:  # a box by now: met twice in this op
+            return quantize_by_spec(x, spec)
+        kept = stored(spec, param.shape, moves)
         if kept is None:
             self._float.note(module, name, "cuts the tiles or scales of")
             return None
         is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
-        shape, stored_how, moves = kept
+        shape, stored_spec, moves = kept
         if isinstance(module, nn.Module) and not module.is_initializing():
             # `init` outside of a trace may not see where a part of a parameter comes from,
             # nor a copy by a function that was imported by name: then it left it float.
@@ -285,21 +294,21 @@ class PtqProvider(QuantizationProvider):
                 f"{param_path(module, name)} is float. Pass it through quantize_variables or "
                 "quantize_params first."
             )
-        value = quantize_by_spec(held.reshape(shape).astype(x.dtype), stored_how)
+        value = quantize_by_spec(param.reshape(shape).astype(x.dtype), stored_spec)
         operand = follow(value, moves)
         if operand is None:  # from an index that is traced inside a jit
-            operand = quantize_by_spec(x, how)
+            operand = quantize_by_spec(x, spec)
         outer = self._outer(module, name)
-        made_in = intercept.trace_of(value.qvalue)
-        here = made_in is intercept.trace_of(held) or made_in is running.entry_trace()
-        here = here and outer is module
+        trace = intercept.trace_of(value.qvalue)
+        is_here = trace is intercept.trace_of(param) or trace is running.entry_trace()
+        is_here = is_here and outer is module
         try:
-            if here:
-                flaxlib.replace_param(module, name, WithAux(value, stored_how))
+            if is_here:
+                flaxlib.replace_param(module, name, WithAux(value, stored_spec))
         except flax.errors.TraceContextError:
-            here = False
-        if not here:  # inside a trace of the model's own, which nothing made may leave
-            self._later.append((outer, name, shape, stored_how))
+            is_here = False
+        if not is_here:  # inside a trace of the model's own, which no array may leave
+            self._later.append((outer, name, shape, stored_spec))
         return operand
 
     @property
@@ -309,11 +318,11 @@ class PtqProvider(QuantizationProvider):
 
     def process_model_output(self, method_name: str, model_output: Any) -> Any:
         while self._later:
-            module, name, shape, how = self._later.pop()
-            held = flaxlib.params_of(module).get(name)
-            if held is not None and not _is_box(held):
-                value = quantize_by_spec(held.reshape(shape), how)
-                flaxlib.replace_param(module, name, WithAux(value, how))
+            module, name, shape, spec = self._later.pop()
+            param = flaxlib.params_of(module).get(name)
+            if param is not None and not _is_box(param):
+                value = quantize_by_spec(param.reshape(shape), spec)
+                flaxlib.replace_param(module, name, WithAux(value, spec))
         return super().process_model_output(method_name, model_output)
 
     def float_weights_text(self) -> str:
@@ -323,9 +332,9 @@ class PtqProvider(QuantizationProvider):
 
     def param(self, module: nn.Module, name: str, *args, **kwargs) -> Any:
         """A box is given out as it is: its shapes are not those that init would make."""
-        held = module.get_variable("params", name)
-        if isinstance(held, WithAux):
-            return flaxlib.unbox(held)
+        known = module.get_variable("params", name)
+        if isinstance(known, WithAux):
+            return flaxlib.unbox(known)
         param = nn.Module.param(module, name, *args, **kwargs)
         note_given(running.call_of(self), module, name, param)
         return param
@@ -366,17 +375,15 @@ class PtqProvider(QuantizationProvider):
         needs_run, learnt, is_abstract = False, {}, _is_abstract(model)
         for path, module in nnx.iter_modules(model):
             for name, box in vars(after[path]).items():
-                held = getattr(module, name, None)
-                if not isinstance(box, WithAux) or isinstance(held, WithAux):
+                param = getattr(module, name, None)
+                if not isinstance(box, WithAux) or isinstance(param, WithAux):
                     continue  # not a box, or quantized before: stays as it is
                 if is_abstract:
                     setattr(module, name, box)
                 elif isinstance(flaxlib.unbox(box.array), QArray):
-                    made = WithAux(quantize_like(box, flaxlib.unbox(held)), box.how)
-                    made = jax.tree.map(
-                        lambda v, held=held: flaxlib.like(held, v), made
-                    )
-                    setattr(module, name, made)
+                    codes = WithAux(quantize_like(box, flaxlib.unbox(param)), box.how)
+                    like = functools.partial(flaxlib.like, param)
+                    setattr(module, name, jax.tree.map(like, codes))
                 else:  # the scale of an activation
                     needs_run = True
                     if box.how.calibration.method != "fixed":
@@ -404,8 +411,8 @@ def static_range(rule, name: str, spec: Spec, x: jax.Array):
         stat = getattr(module, name, None) if isinstance(module, nnx.Module) else None
         if isinstance(stat, flaxlib.QuantStat):
             delattr(module, name)
-            held = flaxlib.read(stat)
-            seen = statistic_of(held).range(held)
+            kept = flaxlib.read(stat)
+            seen = statistic_of(kept).range(kept)
         else:
             axes = tuple(a % x.ndim for a in rule.act_batch_axes)
             seen = calibrate(jax.lax.stop_gradient(x), spec)

@@ -32,7 +32,7 @@ from midtread.numerics.qarray import QArray, quantize_by_spec, quantize_to_range
 from midtread.ops.context import here
 from midtread.ops.recipe import Recipe
 from midtread.providers import params as params_
-from midtread.providers.ptq import PtqProvider, static_range
+from midtread.providers.ptq import PtqProvider, Source, static_range
 from midtread.providers.qt import QtProvider
 
 ModelType = nn.Module | nnx.Module
@@ -167,7 +167,7 @@ def recipe_for(
     return recipe_of(rule, lhs_is_weight, rhs_is_weight)
 
 
-_place, _note_computed = PtqProvider._place, PtqProvider._note_computed
+_source, _note_computed = PtqProvider._source, PtqProvider._note_computed
 
 
 def find_part(self: QuantizationProvider, module: Any, x: jax.Array) -> None:
@@ -175,19 +175,17 @@ def find_part(self: QuantizationProvider, module: Any, x: jax.Array) -> None:
     del self, module, x
 
 
-def place(
-    self: PtqProvider, x: jax.Array, elsewhere: bool = True
-) -> tuple[Any, str, list[Any]] | None:
+def source(self: PtqProvider, x: jax.Array, elsewhere: bool = True) -> Source | None:
     """Qwix does not know a parameter again that was transposed: `Embed.attend` of a `.*`
     rule stays float, and so does `x @ w.T`."""
-    found = _place(self, x, elsewhere)
-    is_turned = found is not None and any(m.name == "transpose" for m in found[-1])
-    return None if is_turned else found
+    param = _source(self, x, elsewhere)
+    is_turned = param is not None and any(m.name == "transpose" for m in param.moves)
+    return None if is_turned else param
 
 
 def note_computed(self: PtqProvider, operands: list[jax.Array]) -> None:
     """Qwix says nothing of weights that it leaves float because they are transposed."""
-    _note_computed(self, [x for x in operands if _place(self, x) is None])
+    _note_computed(self, [x for x in operands if _source(self, x) is None])
 
 
 # (class, method, what it is while Qwix's name is ours, what it is otherwise)
@@ -198,7 +196,7 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
     (Step, "tiled_sum", QwixStep.tiled_sum, Step.tiled_sum),
     (Step, "quantizes_tiles_again", QwixStep.quantizes_tiles_again,
      Step.quantizes_tiles_again),
-    (PtqProvider, "_place", place, _place),
+    (PtqProvider, "_source", source, _source),
     (QuantizationProvider, "find_part", find_part, QuantizationProvider.find_part),
     (PtqProvider, "_note_computed", note_computed, _note_computed),
 ]  # fmt: skip

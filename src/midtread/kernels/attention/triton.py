@@ -344,7 +344,8 @@ class Triton(NamedTuple):
         arrays = map(padded, (a.q, a.k, a.v, a.first, a.stop))
         sinks = None if a.sinks is None else a.sinks.astype(jnp.float32)
         formula = Formula(a.scale, a.softcap, self.kernels, self.is_interpreted)
-        return _attend(formula, *arrays, sinks)[:, :T, :, :width]
+        out: Any = _attend(formula, *arrays, sinks)
+        return out[:, :T, :, :width]
 
 
 def _wide(width: int) -> int:
