@@ -458,7 +458,7 @@ def test_attention_over_a_cache_of_floats(slots, options):
 def test_attention_over_ranges(case, monkeypatch):
     monkeypatch.setitem(flash.CASES, "this", case)
     a, g = flash.example(jax.random.key(0), "this")
-    run = lambda q, k, v, sinks: choose.attend_ranges(
+    run = lambda q, k, v, sinks: flash.attend(
         Ranged(q, k, v, a.first, a.stop, a.scale, a.softcap, sinks)
     )
     got = flash.results(run, a, g)

@@ -22,6 +22,8 @@ CALLED_BY = {
     "_fake_quant_inputs": "subclasses of Qwix's LiteRT providers",
     "_maybe_fake_quant": "subclasses of Qwix's LiteRT providers",
     "_fake_quant_output": "subclasses of Qwix's LiteRT providers",
+    "tree_flatten_with_keys": "jax, of a node of a tree",
+    "tree_unflatten": "jax, of a node of a tree",
     "pretend_gpu": "tests, to lower kernels for a GPU that is not there",
 }
 

@@ -36,6 +36,13 @@ def example(key, name) -> tuple[Ranged, jax.Array]:
     return Ranged(q, k, v, first, stop, h**-0.5, extra.get("softcap"), sinks), g
 
 
+def attend(a: Ranged) -> jax.Array:
+    """The kernel's output."""
+    choice = choose.plan_attend_ranges(a, here())
+    assert choice.plan is not None, choice.refused
+    return choice.plan.run(a)
+
+
 def formula(a: Ranged, q, k, v, sinks) -> jax.Array:
     """The definition, in float32, with every logit in memory."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -77,7 +84,7 @@ def test_it_is_the_formula(key, name, monkeypatch):
     def kernel(q, k, v, sinks):
         with implementation("interpret"):
             operands = Ranged(q, k, v, a.first, a.stop, a.scale, a.softcap, sinks)
-            return choose.attend_ranges(operands)
+            return attend(operands)
 
     got = results(kernel, a, g)
     want = results(lambda *arrays: formula(a, *arrays), a, g)
@@ -93,9 +100,7 @@ def test_it_lowers_for_a_gpu(width):
 
     def run(q, k, v, first, stop, sinks):
         operands = Ranged(q, k, v, first, stop, 0.1, 30.0, sinks)
-        out = choose.attend_ranges(operands)
-        assert out is not None
-        return jnp.sum(out.astype(jnp.float32))
+        return jnp.sum(attend(operands).astype(jnp.float32))
 
     cache = shape(B, T, K, width)
     arrays = shape(B, T, H, width), cache, cache, token, token

@@ -438,7 +438,9 @@ def test_compared_and_taken_back_as_arrays_are(x):
     assert shapes == jax.eval_shape(lambda: again) and shapes != jax.eval_shape(
         lambda: q.T
     )
-    with pytest.raises(TypeError, match="of float32, which is not quantized"):
+    with pytest.raises(
+        TypeError, match="a quantized parameter, not an array of float32"
+    ):
         dequantize(x)
 
 

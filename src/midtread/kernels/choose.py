@@ -3,7 +3,7 @@
     scaled(matmul, env)           codes x codes, scaled; rows may come in groups
     weight(matmul, env)           float x codes of a stored weight; rows may come in groups
     attend(cached)                one token a sequence against a cache
-    attend_ranges(ranged)         many tokens, each over a range of keys
+    plan_attend_ranges(..)        many tokens, each over a range of keys
     write(token)                  one token a sequence, turned and written into a cache
     add_norm(sum)                 a stream, what is added to it, and the norm of the sum
     quantize(x, spec, ...)        a float operand to codes, in the order its matmuls want
@@ -158,14 +158,9 @@ def plan_attend(operands: Cached, env: Env) -> Choice:
     return first("attend", ATTEND, operands, env)
 
 
-def attend_ranges(operands: Ranged) -> jax.Array | None:
-    """Computes softmax(scale q k) v of many tokens, each over its range of keys; None if no
-    kernel can."""
-    return _run(plan_attend_ranges(operands, here()), operands)
-
-
 def plan_attend_ranges(operands: Ranged, env: Env) -> Choice:
-    """Chooses what `attend_ranges` would run, or says why nothing does, and runs nothing."""
+    """Chooses what computes softmax(scale q k) v of many tokens, each over its range of keys,
+    or says why nothing does, and runs nothing."""
     return first("attend ranges", ATTEND_RANGES, operands, env)
 
 

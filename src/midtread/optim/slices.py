@@ -61,8 +61,8 @@ def cut(stacked: Any) -> Slices:
 def stack(slices: Slices) -> Any:
     """Returns what was cut.
 
-    >>> bool((stack(cut(jnp.arange(6.0).reshape(3, 2))).ravel() == jnp.arange(6)).all())
-    True
+    >>> stack(cut(jnp.arange(6).reshape(3, 2))).ravel().tolist()
+    [0, 1, 2, 3, 4, 5]
     """
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *slices.parts)
 

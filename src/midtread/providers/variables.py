@@ -25,6 +25,7 @@ def quantize_variables(
     It is `quantize_model`, `init` on shapes alone and `quantize_params`, which remain for a
     checkpoint that is read in parts. An NNX model needs `quantize_model` alone.
 
+    >>> import jax.numpy as jnp
     >>> from midtread.model.rules import QuantizationRule
     >>> model, x = nn.Dense(4), jnp.ones((2, 8))
     >>> variables = model.init(jax.random.key(0), x)
