@@ -11,7 +11,7 @@ peer of PyTorch's runs in an environment of its own, whose python PEERS_PYTHON n
 Qwix's rows need qwix 0.1.8 beside Midtread. A peer gets the float weights and `tune` chunks of
 512 tokens, and gives back what its codes stand for; those weights are put into our float model
 and judged on `judge` other chunks, as benchmarks/ptq_quality.py judges ours, so that no
-difference of code counts. Only SmoothQuant's row also has int8 activations, in our matmuls.
+difference of code counts. All rows are weights alone: none has quantized activations.
 A row that takes more than `limit` seconds is ended and said to be.
 """
 
@@ -228,31 +228,6 @@ def _dequantized(tree, path: str = "") -> dict[str, np.ndarray]:
     return found
 
 
-def qwix_smooth(model, chunks):
-    """(weights under Qwix's factors, factors) for int8 weights and activations."""
-    import jax.numpy as jnp
-    import qwix
-    from flax import nnx
-    from qwix.contrib import smooth_quant
-
-    rule = smooth_quant.SqRule(
-        module_path="decoder/layers/.*", weight_qtype="int8", act_qtype="int8"
-    )
-    provider = smooth_quant.SqCalibrationProvider([rule])
-    watched = qwix.quantize_model(model, provider, jnp.asarray(chunks[:1, :-1]))
-    step = nnx.jit(lambda net, x: net(x).logits[0, 0, 0])
-    for chunk in chunks:
-        step(watched, jnp.asarray(chunk[None, :-1]))
-    factors = {}
-    for path, stat in nnx.to_flat_state(nnx.state(watched, qwix.QuantStat)):
-        value = stat.get_value() if hasattr(stat, "get_value") else stat
-        if isinstance(value, dict):
-            sums = {k: v for k, v in value.items() if k != "count"}
-            ((_, total),) = sums.items()
-            factors[path] = np.asarray(total) / float(value["count"])
-    return factors
-
-
 # --- the table --------------------------------------------------------------------------------
 
 
@@ -313,6 +288,7 @@ ROWS = (*(row for row in TORCH if row != "transformers"), *QWIX)
 NOT_RUN = {
     "qwix qep": "it takes Linen models alone, and this one is of NNX; its solver is that of "
     "qwix gptq, a column at a time",
+    "qwix smooth_quant": "its inference multiplies floats; int8 activations are not its own",
 }
 
 
