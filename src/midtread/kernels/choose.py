@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from midtread.kernels import pending
 from midtread.kernels.add_norm import Normed, Sum
 from midtread.kernels.attention import Ranged
 from midtread.kernels.candidates import Candidate, Choice, first
@@ -62,10 +63,14 @@ GROUPED_SCALED = (
 )  # fmt: skip
 
 QUANTIZE = (
-    Candidate("triton_few", "nvidia", f"{_HERE}.quantize.adapter:plan_few"),
     Candidate("triton", "nvidia", f"{_HERE}.quantize.adapter:plan"),
     Candidate("xla_one_read", "nvidia", f"{_HERE}.quantize.operand:plan_one_read"),
     Candidate("xla", "any", f"{_HERE}.quantize.operand:plan_plain"),
+)
+# Within a decoding step, where kernels of ours stand before and behind.
+QUANTIZE_IN_STEP = (
+    Candidate("triton_few", "nvidia", f"{_HERE}.quantize.adapter:plan_few"),
+    *QUANTIZE,
 )
 QUANTIZE_TWICE = (
     Candidate("triton", "nvidia", f"{_HERE}.quantize.adapter:plan_twice"),
@@ -126,7 +131,8 @@ def quantize(
     """Quantizes `x * factor` for a matmul that sums over `summed`, and, if `both`, once more
     for one that sums over the other axes. `Operand` explains the arguments."""
     operand = Operand(x, spec, range_, key, site, summed, both, factor)
-    choice = first("quantize", QUANTIZE, operand, env or here())
+    candidates = QUANTIZE_IN_STEP if pending.is_wanted() else QUANTIZE
+    choice = first("quantize", candidates, operand, env or here())
     return choice.plan.run(operand)[:2]
 
 

@@ -46,7 +46,7 @@ class WithAux:
     is_boxed = True  # model/intercept.py routes matmuls of boxed operands
 
     def __repr__(self) -> str:
-        return f"WithAux({self.array!r})"
+        return f"WithAux(array={self.array!r})"
 
     @property
     def value(self) -> "WithAux":

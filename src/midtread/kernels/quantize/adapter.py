@@ -124,8 +124,6 @@ def plan_few(a: Operand, env: Env) -> Few | Refusal:
     which quantizes by two, has nothing to put that into."""
     x, spec = a.x, a.spec
     fmt = spec.format
-    if not pending.is_wanted():
-        return Refusal("it is for a decoding step")
     if not env.is_alone or not a.has_few_rows:
         return Refusal("it is for few rows on one device")
     if a.both or a.factor is not None or spec.rounding != "nearest" or not a.is_absmax:
