@@ -15,6 +15,7 @@ Rows, in this order; none named: all.
     update                               the optimizer's update alone, against optax's
     long long-int8                       2 x 8,192 tokens
     llama3-8b llama3-8b-codes            all of it: delayed fp8, 8-bit AdamW, bf16 weights
+    llama3-8b-unrolled                   the same with scan_unroll=32
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
@@ -60,6 +61,7 @@ ROWS = {
     "delayed-none": [*FOUR, *DELAYED, "remat_policy=none"],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
+    "llama3-8b-unrolled": [*ALL, "remat_policy=minimal", "scan_unroll=32"],
     "unscanned": [*FOUR, "scan_layers=false"],
     "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
     "codes": [*FOUR, *INT8, "remat_policy=quantized"],
