@@ -32,7 +32,7 @@ import numpy as np
 import optax
 
 from midtread import optim
-from midtread.lm import attention, build, roofline, settings, step
+from midtread.lm import attend, build, roofline, settings, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
@@ -96,7 +96,7 @@ def packed_batch(config: Config) -> dict:
 def train_row(config: Config, calls: int = 10) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
-    chosen = attention.describe(m, config.batch_size).split(" ")[1]
+    chosen = attend.describe(m, config.batch_size).split(" ")[1]
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net

@@ -12,7 +12,9 @@ The model:
     build.py          a model as a config describes it, quantized, and what that reached
     model.py          the decoder: layers, head, multi-token prediction
     layers.py         linear layers, the embedding, norms and gates
-    attention.py      attention, and the choice of how it is computed
+    attention.py      attention, from the stream to the stream
+    seen.py           which earlier tokens each token looks at
+    attend.py         attention's formula, and the choice of how it is computed
     latent.py         DeepSeek's attention, which caches and decodes from latents
     blockwise.py      attention that never writes its logits to memory
     rope.py           the rotary embedding, plain or stretched
