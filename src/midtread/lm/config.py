@@ -291,7 +291,8 @@ class Model:
             for name in NOT_MLA:
                 require(
                     getattr(self, name) == plain[name].default,
-                    f"{name}={getattr(self, name)} means nothing with attention_type=mla.",
+                    f"{name}={getattr(self, name)} means nothing with attention_type=mla: "
+                    "drop it, or write attention_type=gqa.",
                 )
 
     @property
