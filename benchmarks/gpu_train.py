@@ -1,7 +1,7 @@
 """How fast does the trainer train? Steps of `midtread train` on one NVIDIA GPU.
 
     JAX_PLATFORMS=cuda,cpu python benchmarks/gpu_train.py [row ...] [--attention NAME]
-        [--results FILE] [--seconds N] [--tiny]
+        [--results FILE] [--seconds N] [--tiny] [--cache FOLDER] [--compile]
 
 Rows, in this order; none named: all.
     bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
@@ -19,6 +19,7 @@ Rows, in this order; none named: all.
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
+--compile compiles and does not run; with the same --cache another command then need not compile.
 TFLOP/s count what the model needs (lm/roofline.py: model_flops), not what is computed again.
 """
 
@@ -93,7 +94,7 @@ def packed_batch(config: Config) -> dict:
     return stack([rows[i] for i in range(config.batch_size)])
 
 
-def train_row(config: Config, calls: int = 10) -> dict:
+def train_row(config: Config, calls: int = 10, runs: bool = True) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
     chosen = attend.describe(m, config.batch_size).split(" ")[1]
@@ -112,6 +113,8 @@ def train_row(config: Config, calls: int = 10) -> dict:
     memory = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if not runs:
+        return {"GiB": peak / 2**30, "compile s": compile_seconds, "attention": chosen}
     for _ in range(2):
         state, metrics = compiled(state, parts.random, batch)
     first = float(metrics["loss"])
@@ -187,8 +190,11 @@ def main() -> None:
     parser.add_argument("--results", default="gpu_train.txt")
     parser.add_argument("--seconds", type=float, default=430)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--cache", help="a folder of compiled programs")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    jax.config.update("jax_compilation_cache_dir", None)  # compile times are results
+    # Compile times are results, unless a folder is named.
+    jax.config.update("jax_compilation_cache_dir", options.cache)
     started, base = time.perf_counter(), None
     with open(options.results, "a") as results:
 
@@ -208,9 +214,10 @@ def main() -> None:
                         say(f"update {kind}: {text}")
                     continue
                 config = config_of(ROWS[name], options.attention, options.tiny)
-                row = train_row(config, 4 if name.startswith("llama3") else 10)
-                base = row["ms"] if name == "bf16" else base
-                if base and ROWS[name][: len(FOUR)] == FOUR:
+                calls = 4 if name.startswith("llama3") else 10
+                row = train_row(config, calls, not options.compile)
+                base = row.get("ms") if name == "bf16" else base
+                if base and "ms" in row and ROWS[name][: len(FOUR)] == FOUR:
                     row["x bf16"] = base / row["ms"]
                 say(f"{name}: " + ", ".join(f"{k} {show(v)}" for k, v in row.items()))
             except Exception as error:  # noqa: BLE001  a row that fails is a result
