@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from midtread import optim
-from midtread.lm import attend, build, roofline, settings, step
+from midtread.lm import attend, build, roofline, settings, stacks, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
@@ -101,9 +101,9 @@ def train_row(config: Config, calls: int = 10, runs: bool = True) -> dict:
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net
-    why_stacked = step.why_stacked(m, t)
+    why_stacked = stacks.why_stacked(m, t)
     if why_stacked is None:
-        state = step.apart(state)
+        state = stacks.apart(state)
     how = step.Setup(m, t, parts.graph, config.seed)
     parts = parts._replace(learned=None, kept=None)
     batch = jax.device_put(packed_batch(config))

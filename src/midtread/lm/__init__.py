@@ -33,6 +33,8 @@ Training:
 
     train.py          a run, from a config to a report
     step.py           one step as a pure function
+    optimizer.py      how weights follow their gradients
+    stacks.py         weights of all layers in one array, or each layer's in its own
     checkpoint.py     what a run keeps, so that a killed one goes on
     ranges.py         static ranges that a calibration run has noted
     memory.py         the bytes that a step needs, from shapes alone
