@@ -6,15 +6,15 @@
 The model of `make demo` on the standard library's source, AdamW with each of
 `optimizer_states`, embeddings in 8 bits too, and bfloat16 weights that move by chance. Every
 case of a seed sees the same data in the same order from the same weights, so cases are
-compared seed by seed, by the loss on half a million held-out tokens after the last step. A case
-with 8-bit moments is allowed 0.2% of float32's loss, either way.
+compared seed by seed, by the loss on all held-out text after the last step (half a million
+tokens of it at most). A case with 8-bit moments is allowed 0.2% of float32's loss, either way.
 
 How far apart do two runs end that differ by nothing that matters? `float32 again` says so:
 its weights begin a millionth away. Its gaps are those of chance, and what chance alone does
 to a mean over three seeds is printed below the table.
 
-All seeds of a case are one program (vmap), so more of them cost little: 16 seeds of six cases
-take 2 to 3 minutes on an H200. `benchmarks/loop.py` says what is needed.
+All seeds of a case are one program (vmap), so more of them cost little: 16 seeds of all cases
+took 2 minutes on an H200. `benchmarks/loop.py` says what is needed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ CASES = {
     "int4 first moments": ({"optimizer_states": "int4"}, None),
     "int8, bf16 weights by chance": ({"optimizer_states": "int8", **SMALL}, None),
 }  # fmt: skip
-HELD_OUT = 2**19  # tokens
+HELD_OUT = 2**19  # tokens at most, spread over the held-out text
 
 
 class Study:
