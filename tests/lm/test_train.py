@@ -276,7 +276,7 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole(tmp_path):
 
 def test_norms_do_not_decay():
     net = model.abstract(Model(num_decoder_layers=2))
-    decays = step._decays(step.take_apart(net).learned)
+    decays = optimizer._decays(step.take_apart(net).learned)
     flat = jax.tree_util.tree_leaves_with_path(decays)
     kinds = {
         str(path[-2].key if hasattr(path[-2], "key") else path[-1]): v
