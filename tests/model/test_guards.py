@@ -22,7 +22,7 @@ def served():
 def test_codes_are_not_trained(served):
     with pytest.raises(ValueError, match=r"int8 \[8, 4\].*wrt=nnx.LoRAParam"):
         nnx.Optimizer(served, optax.adam(1e-3), wrt=nnx.Param)
-    with pytest.raises(TypeError, match="int8"):  # JAX's own words: an integer
+    with pytest.raises(TypeError, match="int8.*codes of a quantized model.*LoRAParam"):
         nnx.grad(lambda model: model(X).sum())(served)
 
 
@@ -41,9 +41,27 @@ def test_adapters_and_floats_are_trained(served):
 
 
 def test_forward_mode_is_answered(served):
-    for way in (jax.jvp, lambda f, x, _: jax.jacfwd(f)(*x)):
+    ways = [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.jvp(jax.jit(f), (X,), (X,)),
+        lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X),
+        lambda f: jax.jacfwd(f)(X),
+        lambda f: jax.jacfwd(jax.jit(f))(X),
+    ]
+    for way in ways:
         with pytest.raises(TypeError, match="no forward-mode derivative .*jax.jacrev"):
-            way(lambda x: served(x), (X,), (X,))
+            way(lambda x: served(x))
+    with pytest.raises(TypeError, match="custom_vjp") as theirs:
+        jax.jvp(jax.jit(_with_its_own_gradient), (X,), (X,))
+    assert "quantized" not in str(theirs.value)
+
+
+@jax.custom_vjp
+def _with_its_own_gradient(x):
+    return x
+
+
+_with_its_own_gradient.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 
 def test_missing_statistics_and_scales_are_named():
