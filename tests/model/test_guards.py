@@ -77,3 +77,28 @@ def test_missing_statistics_and_scales_are_named():
     model = mt.quantize_model(dense, mt.PtqProvider([static]))
     with pytest.raises(ValueError, match="lack 'dot_general0_lhs_scale'.*quant_stats"):
         model.apply(codes, X)
+
+
+@pytest.mark.parametrize(
+    "mistake, words",
+    [
+        (lambda: mt.PtqProvider(["int8"]), "'int8' is not a rule: write mt.Q"),
+        (lambda: mt.quantize_model(nn.Dense(4), [INT8]), "not a list: write .*PtqProv"),
+        (lambda: mt.quantize_model(nn.Dense(4), mt.PtqProvider), "not the class Ptq"),
+        (
+            lambda: mt.quantize(X, "int8", tiled_axes=[4]),
+            r"not a mapping: write \{0: 128",
+        ),
+        (
+            lambda: mt.apply_lora_to_model(nn.Dense(4), mt.PtqProvider([INT8])),
+            "not a PtqProvider's: write mt.LoraProvider",
+        ),
+    ],
+)
+def test_a_thing_of_another_kind_is_named(mistake, words):
+    with pytest.raises(TypeError, match=words):
+        mistake()
+
+
+def test_a_provider_shows_its_rules():
+    assert "weight_qtype='int8'" in repr(mt.PtqProvider([INT8]))
