@@ -48,6 +48,10 @@ from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe
 
 OUT, KEPT, WEIGHT = "quantized_out", "quantized_lhs", "quantized_rhs"
 SEEN = "amax_seen"
+NO_FORWARD_MODE = (
+    "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
+    "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
+)
 
 
 class Ranges(NamedTuple):
@@ -109,10 +113,7 @@ def _run(*args) -> jax.Array:
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(
-            "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
-            "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
-        ) from None
+        raise TypeError(NO_FORWARD_MODE) from None
 
 
 class _Static(NamedTuple):
