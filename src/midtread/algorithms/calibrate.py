@@ -610,8 +610,8 @@ class _Work:
             other = floats[b][x] if floats else None
             total = collect.add(
                 total,
-                _jitted_moments(
-                    site, env[x], weights, sizes and env[sizes], other, signs,
+                _moments_of(
+                    site.alike, env[x], weights, sizes and env[sizes], other, signs,
                     self.options.histograms,
                 ),
             )  # fmt: skip
@@ -776,11 +776,6 @@ def _cost(q: QArray, w, stats, axes) -> jax.Array:
         return jnp.sum(jnp.square(error)) / jnp.sum(jnp.square(W))
     H = stats["H"].mean(1)
     return jnp.sum(error * (H @ error)) / jnp.sum(W * (H @ W))
-
-
-def _jitted_moments(site: Site, x, weights, sizes, other, signs, histograms):
-    alike = dataclasses.replace(site, path=(), layer=(), stage=0)
-    return _moments_of(alike, x, weights, sizes, other, signs, histograms)
 
 
 _moments_of = jax.jit(

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.program import Program, outputs
+from midtread.algorithms.chain import Chain
+from midtread.algorithms.program import Program
 from midtread.numerics import hadamard, rounding, views
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
@@ -264,28 +265,26 @@ def solve(
         Codes, and the distance over all batches before and after. Where that did not fall,
         the codes are those that were given.
     """
-
-    def run(values: dict[int, jax.Array], biases: dict, params: dict, arrays: list):
-        given = {program.params[path]: b for path, b in biases.items()}
-        for number, first in users.items():
-            v = program.eqns[program.marks[number]["weight"]].outvars[0]
-            w = program.sites[number].as_operand(values[first])
-            given[v] = w.astype(v.aval.dtype)
-        return outputs(program, params, arrays, given)
-
-    def far(values, biases, params, arrays, wanted):
-        return distance(options.distance, run(values, biases, params, arrays), wanted)
-
+    chain = Chain(program, params, users)
     own = dict(biases or {})
-    # Weights are moved one by one, in a function that all of a shape share: in one with
-    # the model, some thousand small operations would take minutes to compile.
-    forward, slopes = jax.jit(run), jax.jit(jax.value_and_grad(far))
     apart = jax.jit(functools.partial(distance, options.distance))
-    wanted = lambda batch: forward(weights, {}, params, batch)
-    value = lambda n, q: dequantize(q).reshape(weights[n].shape)
+    far = jax.jit(jax.value_and_grad(functools.partial(distance, options.distance)))
+
+    def operands(values: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        return {
+            n: _operand(
+                program.sites[n].turn, values[first], chain.weights[n].aval.dtype
+            )
+            for n, first in users.items()
+        }
+
+    floats = operands(weights)
+    wanted = lambda batch: chain.outputs(floats, batch, {})
+    value = lambda n, q: _value(q, weights[n].shape)
 
     def mean(values: dict[int, jax.Array]) -> float:
-        out = lambda batch: forward(values, own, params, batch)
+        given = operands(values)
+        out = lambda batch: chain.outputs(given, batch, own)
         parts = [float(apart(out(batch), wanted(batch))) for batch in batches]
         return sum(parts) / len(parts)
 
@@ -298,7 +297,10 @@ def solve(
             key = jax.random.fold_in(jax.random.key(0), turn)
             order = jax.random.permutation(key, len(batches)).tolist()
         batch = batches[order[at]]
-        now, grads = slopes(values, own, params, batch, wanted(batch))
+        aim = wanted(batch)
+        towards = lambda outs, aim=aim: far(outs, aim)
+        now, slopes = chain.slopes(operands(values), batch, own, towards)
+        grads = _by_weight(program, users, slopes)
         left = 1 - number / options.steps
         for n, q in solved.items():
             scale_rate = options.scale_rate if is_free(specs[n]) else 0.0
@@ -315,7 +317,32 @@ def solve(
     return learned, (before, after)
 
 
+def _by_weight(program: Program, users: dict[int, int], slopes: dict) -> dict:
+    """Gradients by weights as they are stored; those of all users are summed."""
+    grads: dict[int, jax.Array] = {}
+    for n, first in users.items():
+        if n in slopes:
+            g = _stored(program.sites[n].turn, slopes[n])
+            grads[first] = grads[first] + g if first in grads else g
+    return grads
+
+
 _start = jax.jit(start, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _operand(turn: tuple[int, ...], w: jax.Array, dtype) -> jax.Array:
+    return w.transpose(turn).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _stored(turn: tuple[int, ...], g: jax.Array) -> jax.Array:
+    return g.transpose([turn.index(a) for a in range(len(turn))])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _value(q: QArray, shape: tuple[int, ...]) -> jax.Array:
+    return dequantize(q).reshape(shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
