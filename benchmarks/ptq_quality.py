@@ -9,7 +9,7 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
     "int4/64 correct+gptq weigh=none rounds=4"
 
 Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
-it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
+it holds, tuples with commas: "w8a8 rotate+gptq places=stream,heads,online". Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
 was compiled is kept in `cache`: rows with "learn" compile the whole model forward and back.
 
 A row calibrates on `tune` chunks of 512 tokens, `batch` at a time, and is judged on `judge`
@@ -80,7 +80,7 @@ def options_of(words: list[str]) -> mt.CalibrationOptions:
     options = mt.CalibrationOptions()
     for word in words:
         name, _, text = word.partition("=")
-        value = text
+        value = tuple(text.split(",")) if "," in text else text
         if text[:1].isdigit() or text in ("True", "False", "None"):
             value = ast.literal_eval(text)
         options = _with(options, name, value)
