@@ -133,7 +133,7 @@ def calibrate(
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
     task = Task(program, given, boxes, chosen, batches, plan, options, rotate.Plan())
     if "rotate" in plan.before:
-        task = _turned(task, say)
+        task = _turned(task, served.with_quantized_inputs(provider, chosen), say)
     work = _Work(task, Kept(folder, task, algorithms, loss), say)
     is_weighed = plan.needs_moments and options.weigh in asked.BY_GRADIENT
     if is_weighed and not work.kept.is_whole:
@@ -157,10 +157,10 @@ def calibrate(
     return Calibrated(quantized[0], quantized[1], report)
 
 
-def _turned(task: Task, say) -> Task:
+def _turned(task: Task, with_inputs: set[int], say) -> Task:
     """The task with rotations folded into its weights."""
     options, specs = task.options.rotate, task.specs
-    turns = rotate.plan(task.program, task.chosen, specs, options)
+    turns = rotate.plan(task.program, task.chosen, specs, options, with_inputs)
     floats = rotate.fold(task.program, task.floats, turns, options, specs, say)
     return dataclasses.replace(task, floats=floats, turns=turns)
 
