@@ -3,7 +3,7 @@
     python benchmarks/gpu_before.py OTHER [row ...]
 
 OTHER is a folder with `src` and `benchmarks` of another commit (`git archive COMMIT src benchmarks |
-tar -x -C OTHER`). A process for each tree compiles all programs, both at the same time; then
+tar -x -C OTHER`). A process for each tree compiles all programs, a thread for each row; then
 the two take turns on the GPU, program by program, so that what changes within the hour changes
 for both. Each number is the best of ROUNDS turns; bfloat16's rows, which neither tree has a part
 in, show how far two numbers of the same program lie apart.
@@ -15,10 +15,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
-ROWS = ["train:int8:fp8:fp8-delayed", "decode:w8:w4-g128:w8a8:fp8", "prefill"]
-ROUNDS = 3
+ROWS = ["train:int8", "train:fp8", "train:fp8-delayed", "decode:w8:w4-g128", "decode:w8a8:fp8", "prefill"]  # fmt: skip
+ROUNDS = 2
 HERE = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -41,32 +42,35 @@ def work(tree: pathlib.Path, rows: list[str]) -> None:
     import gpu_timing
     import jax
 
-    pool, programs = concurrent.futures.ThreadPoolExecutor(4), []
+    row_of, pool = threading.local(), concurrent.futures.ThreadPoolExecutor(8)
 
     def measure(fn, *args, calls=20):
         lowered = jax.jit(fn).lower(*args)
         program = Later(pool.submit(lowered.compile))
-        programs.append((program, args, calls))
+        row_of.programs.append((program, args, calls))
         return float("nan"), 1.0, program
 
     gpu_timing.measure = measure
     import gpu
 
-    labels = []
-    for row in rows:
-        name, *options = row.split(":")
+    def prepared(row: str) -> dict[str, tuple]:
+        """Returns {label: (program, arguments, calls)} of a row's cases."""
+        row_of.programs, (name, *options) = [], row.split(":")
         lines = gpu.ROWS[name](*options)[2:]  # below a table's head
-        for cells in [line.split("|")[1:3] for line in lines if "failed:" not in line]:
-            words = [cell.strip() for cell in cells if "nan" not in cell]
-            labels.append(" ".join([name, *words]))
-    assert len(labels) == len(programs), (labels, len(programs))
-    for program, args, _ in programs:
-        jax.block_until_ready(program(*args))
-    print(json.dumps(labels), flush=True)
+        cells = [line.split("|")[1:3] for line in lines if "failed:" not in line]
+        named = [[cell.strip() for cell in pair if "nan" not in cell] for pair in cells]
+        labels = [" ".join([name, *words]) for words in named]
+        for program, args, _ in row_of.programs:
+            jax.block_until_ready(program(*args))
+        return dict(zip(labels, row_of.programs, strict=True))
+
+    programs = {}
+    with concurrent.futures.ThreadPoolExecutor(len(rows)) as threads:
+        for cases in threads.map(prepared, rows):
+            programs |= cases
+    print(json.dumps([*programs]), flush=True)
     for label in sys.stdin:
-        print(
-            json.dumps(seconds(*programs[labels.index(label.strip("\n"))])), flush=True
-        )
+        print(json.dumps(seconds(*programs[label.strip("\n")])), flush=True)
 
 
 def seconds(program, args, calls: int) -> float:

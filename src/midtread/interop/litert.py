@@ -70,7 +70,7 @@ def export(
         )
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     shapes = [_as_input(i, x) for i, x in enumerate(inputs)]
-    _require("litert_converter")
+    tflite.require("litert_converter")
     provider, run = _annotated(model, trained, variables, quant_stats, method, call)
     exported = jax.export.export(jax.jit(run))(*shapes)
     for i in range(len(shapes)):
@@ -215,18 +215,8 @@ def _as_input(i: int, x: Any) -> jax.ShapeDtypeStruct:
 # --- converting -------------------------------------------------------------------------------
 
 
-def _require(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{name} is not installed, which LiteRT files need: "
-            "run `pip install '.[litert]'` in Midtread's folder (Linux x86-64 and macOS)."
-        ) from error
-
-
 def _convert(stablehlo: str, num_inputs: int, num_outputs: int) -> bytes:
-    mlir = _require("litert_converter.mlir")
+    mlir = tflite.require("litert_converter.mlir")
     ir = importlib.import_module(f"{mlir.__name__}.ir")
     passes = importlib.import_module(f"{mlir.__name__}.passmanager")
     # The package has no other entry: its `mlir` folder is the interface.

@@ -101,16 +101,17 @@ class Parity:
 
 def schema() -> Any:
     """The flatbuffer's classes."""
-    return _require("ai_edge_litert.schema_py_generated")
+    return require("ai_edge_litert.schema_py_generated")
 
 
-def _require(name: str) -> Any:
+def require(name: str) -> Any:
+    """Imports a module that reading or writing LiteRT files needs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
             f"{name.split('.')[0]} is not installed, which LiteRT files need: "
-            "run `pip install '.[litert]'` in Midtread's folder."
+            "run `pip install '.[litert]'` in Midtread's folder (Linux x86-64 and macOS)."
         ) from error
 
 
@@ -226,7 +227,7 @@ def _as_text(file: File) -> str:
 
 
 def _interpreter(path: str | os.PathLike) -> Any:
-    interpreter = _require("ai_edge_litert.interpreter").Interpreter(
+    interpreter = require("ai_edge_litert.interpreter").Interpreter(
         model_path=os.fspath(path)
     )
     interpreter.allocate_tensors()

@@ -50,7 +50,8 @@ class WithAux:
 
     @property
     def value(self) -> "WithAux":
-        return flaxlib.unbox(self)
+        array = flaxlib.unbox(self.array)
+        return self if array is self.array else self.replace(array=array)
 
     @property
     def shape(self) -> tuple[int, ...]:

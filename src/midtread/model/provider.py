@@ -94,6 +94,7 @@ class QuantizationProvider:
         ]
         self._rule_matches = [0] * len(self._rules)
         self._paths: dict[str, set[str]] = {}  # every path seen, in order, and its ops
+        self._rule_at: dict[tuple[str, str], int | None] = {}  # what `rule_at` has said
         self._initial_run_complete = False
         self.disable_jit = disable_jit
         self.strict = strict
@@ -238,14 +239,19 @@ class QuantizationProvider:
 
     def rule_at(self, path: str, op_name: str) -> int | None:
         """Returns the number of the rule that applies to an op of a module, None for none."""
-        return next(self._matching_rules(path, op_name), None)
+        site = path, op_name
+        if site not in self._rule_at:
+            self._rule_at[site] = next(self._matching_rules(path, op_name), None)
+        return self._rule_at[site]
 
     def _counter(self, module: Any) -> collections.Counter:
         """Returns the counts of ops in a module in this call. Linen modules that share a scope
         share the counts."""
         owner = module.scope if isinstance(module, nn.Module) else module
         counters = running.call_of(self).counters
-        return counters.setdefault(id(owner), (owner, collections.Counter()))[1]
+        if id(owner) not in counters:
+            counters[id(owner)] = owner, collections.Counter()
+        return counters[id(owner)][1]
 
     def find_param(self, module: Any, x: Any) -> str | None:
         """Returns the name of the parameter that an operand is, None for an activation."""

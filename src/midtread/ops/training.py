@@ -98,7 +98,12 @@ def serve(
 ) -> jax.Array:
     """Quantizes the operands that are still float and for which `fwd` has a Spec, and
     contracts them. Gradients go straight through, also where a value was clipped."""
-    return train(c, Recipe(fwd, mask_clipped=False), lhs, rhs, ranges)
+    return train(c, _serving(fwd), lhs, rhs, ranges)
+
+
+@functools.cache
+def _serving(fwd: Fwd) -> Recipe:
+    return Recipe(fwd, mask_clipped=False)
 
 
 def _run(*args) -> jax.Array:
