@@ -106,7 +106,7 @@ def calibrate_and_export(
     fixed_range_for_outputs: tuple[float, float] | None = None,
     **call: Any,
 ) -> tflite.File:
-    """From a float model and data to a file: ranges are those of the data.
+    """Makes a file from a float model and data, whose ranges are those of the data.
 
     Args:
         data: batches, each an array or a tuple of them. A few hundred examples do.
@@ -166,7 +166,7 @@ def _calibrate_nnx(model, provider, variables, batches, method, call):
 
 
 def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, call):
-    """The conversion provider, and the model under it as a function of its inputs."""
+    """Returns the conversion provider, and the model under it as a function of its inputs."""
     options = {
         "strict": trained.strict_ops,
         "disable_per_channel_weights": not trained.per_channel,
@@ -250,7 +250,7 @@ def _refusal() -> Iterator[None]:
 
 
 def _finished(content: bytes, notes: dict) -> bytes:
-    """The file with our notes in it, and one thing put right."""
+    """Returns the file with our notes in it, and one thing put right."""
     schema = tflite.schema()
     model = schema.ModelT.InitFromPackedBuf(content, 0)
     _widen_biases(model, schema)
@@ -287,7 +287,7 @@ def _widen_biases(model: Any, schema: Any) -> None:
 
 
 def _write(path: str | os.PathLike, content: bytes) -> None:
-    """All of it or nothing."""
+    """Writes a file whole, or not at all."""
     folder = os.path.dirname(os.path.abspath(path))
     handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     try:

@@ -100,7 +100,7 @@ class Parity:
 
 
 def schema() -> Any:
-    """The flatbuffer's classes."""
+    """Returns the flatbuffer's classes."""
     return require("ai_edge_litert.schema_py_generated")
 
 
@@ -235,7 +235,7 @@ def _interpreter(path: str | os.PathLike) -> Any:
 
 
 def run(path: str | os.PathLike, *inputs: Any) -> tuple[np.ndarray, ...]:
-    """The file's outputs, in order."""
+    """Returns the file's outputs, in order."""
     interpreter = _interpreter(path)
     wanted = interpreter.get_input_details()
     if len(wanted) != len(inputs):
@@ -268,7 +268,7 @@ def parity(path: str | os.PathLike, fn: Callable, *inputs: Any) -> tuple[Parity,
 
 
 def _steps(file: File) -> list[float | None]:
-    """The scale of each output, seen through its DEQUANTIZE."""
+    """Returns the scale of each output, seen through its DEQUANTIZE."""
     before = {
         op.outputs[0].name: op.inputs[0] for op in file.ops if op.name == "DEQUANTIZE"
     }

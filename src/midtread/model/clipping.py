@@ -59,8 +59,8 @@ def clipped(
     data: Iterable[Any],
     variables: Mapping[str, Any] | None,
 ) -> dict[str, float]:
-    """{"encoder/dot_general0_lhs": share of its values beyond the range}, over batches of
-    data, each the input of the method or a tuple of its inputs."""
+    """Returns {"encoder/dot_general0_lhs": share of its values beyond the range}, over
+    batches of data, each the input of the method or a tuple of its inputs."""
     batches = [b if isinstance(b, tuple) else (b,) for b in data]
     if not batches:
         raise ValueError("data has no batches: pass some of what the ranges come from.")

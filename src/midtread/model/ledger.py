@@ -88,7 +88,7 @@ class Witness:
             self._op.rule, self._op.op_id = index, op_id or ""
 
     def range(self, name: str, x: Any, range_: Any) -> None:
-        """Of no interest here: model/clipping.py runs the model for it."""
+        """Does nothing: model/clipping.py runs the model for it."""
 
     def contraction(self, c, recipe, lhs, rhs, run) -> Any:
         weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)
@@ -142,13 +142,13 @@ def _float_weight_of(module: Any, x: Any) -> str | None:
 
 
 def _codes_in(module: Any) -> dict[str, QArray]:
-    """{name: codes} of the quantized parameters of a module."""
+    """Returns {name: codes} of the quantized parameters of a module."""
     boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
     return _codes({**flaxlib.params_of(module), **boxes})
 
 
 def _codes_of_model() -> list[tuple[str, QArray]]:
-    """(path, codes) of every quantized parameter of the model that runs."""
+    """Returns (path, codes) of every quantized parameter of the model that runs."""
     model = running.here.active[0].model if running.here.active else None
     if isinstance(model, nn.Module):
         params = flax.core.unfreeze(model.variables.get("params", {}))
@@ -181,7 +181,8 @@ class Ledger:
     """Turns what a witness has seen and what the jaxpr has into rows."""
 
     def __init__(self, provider, seen: Witness, params: dict[str, Param], on=()):
-        """`on` is a tuple of the device whose kernels rows should name; () for no kernels."""
+        """Takes `on`, a tuple of the device whose kernels rows should name; () for no
+        kernels."""
         self.on = on
         self.rules = provider._rules
         self.provider = type(provider).__name__

@@ -139,7 +139,7 @@ class QuantizationProvider:
         return any(recipe_of(rule, False, True).is_random for rule in self._rules)
 
     def likeness(self) -> Any:
-        """What providers have in common whose handlers do the same; None to be alone."""
+        """Returns what providers have in common whose handlers do the same; None to be alone."""
         return None
 
     def handlers(self) -> dict[str, Callable]:
@@ -352,7 +352,8 @@ class QuantizationProvider:
 
 
 def like_by_rules(provider: QuantizationProvider, cls: type) -> Any:
-    """The rules, of a provider that is of this very class and so depends on nothing else."""
+    """Returns the rules, of a provider that is of this very class and so depends on nothing
+    else."""
     if type(provider) is not cls:
         return None
     key = cls, tuple(provider._rules)

@@ -60,7 +60,7 @@ def cache_number(provider: Any) -> int:
 
 
 def _trace_state() -> Any:
-    """Something that is equal in one and the same trace."""
+    """Returns something that is equal in one and the same trace."""
     return jax.extend.core.get_opaque_trace_state(convention="flax")
 
 
@@ -69,7 +69,7 @@ _shared: dict[int, int] = {}  # that number -> the one in their key
 
 
 def _key_number(provider: Any) -> int:
-    """The provider's number in jit's key."""
+    """Returns the provider's number in jit's key."""
     kind = _kind_of(provider)
     if kind is None or not provider._initial_run_complete or provider.traces_inside:
         return cache_number(provider)

@@ -114,8 +114,9 @@ def outer_module(call: Any, module: Any) -> Any:
 
 
 def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tuple]:
-    """The parameters, as those of `known` have them by id, that `x` is a function of, and
-    of nothing else but constants; none if an input of the model or a product is among it."""
+    """Returns the parameters, as those of `known` have them by id, that `x` is a function
+    of, and of nothing else but constants; none if an input of the model or a product is
+    among it."""
     # id -> (array, what it is made of)
     memo = call.notes.setdefault("computed_from", {})
 

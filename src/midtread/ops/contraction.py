@@ -108,7 +108,7 @@ class Contraction:
         return _with_axes(spec, channelwise, tuple(tiles.items()), kinds)
 
     def _tiled_labels(self, axis: str, side: str, spec: Spec) -> list[str]:
-        """The labels that a tile spans, the innermost one last."""
+        """Returns the labels that a tile spans, the innermost one last."""
         last = self.tiled[side == "rhs"] if self.can_tile else None
         candidates: list[str] = [] if last is None else [last]
         if axis == "kept":
