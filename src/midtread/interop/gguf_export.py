@@ -100,12 +100,12 @@ def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
     """Returns llama.cpp's tensors, each with the names it is made of: one, or every expert's."""
     experts_of: dict[str, dict[int, str]] = {}
     for name in source.tensors:
-        place = gguf_models.to_tensor(name, model)
-        if place is None:
+        target = gguf_models.to_tensor(name, model)
+        if target is None:
             raise ValueError(
                 f"{source.name}: {name!r} has no name in llama.cpp's {model.name}."
             )
-        tensor, expert = place
+        tensor, expert = target
         experts_of.setdefault(tensor, {})[expert or 0] = name
     return {k: [names[e] for e in sorted(names)] for k, names in experts_of.items()}
 

@@ -134,8 +134,8 @@ class GGUFModel:
         self.config = self._config()
         self._places = self._names()
         self.tensors = {
-            name: Tensor(self._shape(*place), np.dtype(np.float32))
-            for name, place in self._places.items()
+            name: Tensor(self._shape(*tensor), np.dtype(np.float32))
+            for name, tensor in self._places.items()
         }
 
     def _model(self) -> Kind:

@@ -427,14 +427,14 @@ class Tree:
             for tensor, path, index in row.places():
                 self.places.setdefault(tensor, []).append((row, path, index))
         self.tensors = {tensor: self._about(tensor) for tensor in self.places}
-        is_coded = lambda place: isinstance(tree[place[1]], QArray)
+        is_coded = lambda row: isinstance(tree[row[1]], QArray)
         self.weights = {
             k for k, rows in self.places.items() if any(map(is_coded, rows))
         }
 
     def _about(self, tensor: str) -> Tensor:
         places = self.places[tensor]
-        shapes = [self._shape(*place) for place in places]
+        shapes = [self._shape(*where) for where in places]
         row, path, _ = places[0]
         if row.part is not None:
             shapes[0][row.axis] = sum(shape[row.axis] for shape in shapes)

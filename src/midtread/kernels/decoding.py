@@ -140,9 +140,9 @@ def _packed_words(bits: int, is_signed: bool) -> Callable[[int], str]:
     """Codes of an upper nibble stay there, in units of 16, and are multiplied down."""
 
     def text(plane: int) -> str:
-        byte, place = divmod(plane * bits, 8)
-        unit = 16 if place >= 4 else 1
-        shift, half = 8 * byte + place - (4 if unit > 1 else 0), 1 << bits - 1
+        byte, bit = divmod(plane * bits, 8)
+        unit = 16 if bit >= 4 else 1
+        shift, half = 8 * byte + bit - (4 if unit > 1 else 0), 1 << bits - 1
         flipped = half * unit * is_signed
         return _WORDS_PACKED.format(
             shift=shift,

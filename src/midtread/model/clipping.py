@@ -47,9 +47,9 @@ class Counter:
         jax.debug.callback(functools.partial(self._add, name, x.size), outside)
 
     def _add(self, name: str, size: int, outside: Any) -> None:
-        held = self.seen.setdefault(name, [0, 0])
-        held[0] += int(outside)
-        held[1] += size
+        counts = self.seen.setdefault(name, [0, 0])
+        counts[0] += int(outside)
+        counts[1] += size
 
 
 def clipped(

@@ -111,10 +111,10 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = flaxlib.unbox(x)
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
-        found = _float_weight_of(module, x) if hasattr(x, "dtype") else None
-        return found and re.sub(r"(~\d+|\[i\])$", "", found)
-    held = _codes_in(module)
-    near = {id(intercept.unwrap(q.qvalue)): name for name, q in held.items()}
+        name = _float_weight_of(module, x) if hasattr(x, "dtype") else None
+        return name and re.sub(r"(~\d+|\[i\])$", "", name)
+    own = _codes_in(module)
+    near = {id(intercept.unwrap(q.qvalue)): name for name, q in own.items()}
     last = x.qvalue
     for last, _ in trail(x.qvalue):
         if id(last) in near:
@@ -122,10 +122,10 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     far = {id(intercept.unwrap(q.qvalue)): name for name, q in _codes_of_model()}
     if id(last) in far:
         return far[id(last)]
-    if not origin_is_hidden(last, {k: q.qvalue for k, q in held.items()}):
+    if not origin_is_hidden(last, {k: q.qvalue for k, q in own.items()}):
         return None
-    alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
-    return (alike or list(held) or [None])[0]
+    alike = [k for k, q in own.items() if sorted(q.shape) == sorted(x.shape)]
+    return (alike or list(own) or [None])[0]
 
 
 def _float_weight_of(module: Any, x: Any) -> str | None:

@@ -128,20 +128,20 @@ def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tupl
         if id(x) in memo:
             return memo[id(x)][1]
         memo[id(x)] = x, None  # until it is known
-        made, found = intercept.made_by(x), {}
-        if made is None:
-            found = None if isinstance(x, jax.core.Tracer) else {}
-        elif _is_product(made.primitive, made.params):
-            found = None
+        equation, sources = intercept.made_by(x), {}
+        if equation is None:
+            sources = None if isinstance(x, jax.core.Tracer) else {}
+        elif _is_product(equation.primitive, equation.params):
+            sources = None
         else:
-            for operand in made.operands:
+            for operand in equation.operands:
                 part = look(operand)
                 if part is None:
-                    found = None
+                    sources = None
                     break
-                found |= part
-        memo[id(x)] = x, found
-        return found
+                sources |= part
+        memo[id(x)] = x, sources
+        return sources
 
     return list((look(flaxlib.unbox(x)) or {}).values())
 
