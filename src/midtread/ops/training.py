@@ -104,7 +104,12 @@ def serve(
 ) -> jax.Array:
     """Quantizes the operands that are still float and for which `fwd` has a Spec, and
     contracts them. Gradients go straight through, also where a value was clipped."""
-    return train(c, Recipe(fwd, mask_clipped=False), lhs, rhs, ranges)
+    return train(c, _serving(fwd), lhs, rhs, ranges)
+
+
+@functools.cache
+def _serving(fwd: Fwd) -> Recipe:
+    return Recipe(fwd, mask_clipped=False)
 
 
 def _run(*args) -> jax.Array:
@@ -126,7 +131,7 @@ class _Static(NamedTuple):
 
 @untouched
 def _train(static, c, lhs, rhs, ranges, key):
-    """What is computed where nobody takes a gradient: nothing is kept."""
+    """Computes where nobody takes a gradient: nothing is kept."""
     operands = []
     for side, x, spec, range_ in _sides(static.recipe, c, lhs, rhs, ranges):
         if spec is not None and is_float(x):
