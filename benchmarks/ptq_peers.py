@@ -18,6 +18,7 @@ between the two programs would show. The column "values" holds the most distinct
 group of any weight that the model multiplies with: at most 2 to the number of bits.
 """
 
+import ast
 import functools
 import os
 import pathlib
@@ -82,10 +83,13 @@ ROWS = (
 
 
 def options_of(words: list[str]) -> dict:
-    """{"iters": 200} of ["iters=200"]."""
-    pairs = dict(word.split("=") for word in words)
-    values = {"True": True, "False": False}
-    return {k: int(v) if v.isdigit() else values.get(v, v) for k, v in pairs.items()}
+    """{"iters": 200, "observer": "mse"} of ["iters=200", "observer=mse"]."""
+    options: dict = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        is_text = value.replace("_", "").isalpha() and value not in ("True", "False")
+        options[name] = value if is_text else ast.literal_eval(value)
+    return options
 
 
 # --- PyTorch's peers --------------------------------------------------------------------------
