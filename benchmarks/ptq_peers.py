@@ -445,14 +445,17 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
         return qwix.quantize_model(model, serves([kind(**rule)])), solved
 
     @functools.partial(jax.jit, static_argnums=0)
-    def judged(net, held, chunk):
-        logs = jax.nn.log_softmax(net.apply({"params": held}, chunk[None, :-1])[0])
-        wanted = jax.nn.log_softmax(model.apply({"params": params}, chunk[None, :-1])[0])  # fmt: skip
-        nll = -jnp.take_along_axis(logs, chunk[1:, None], 1)
-        return jnp.mean(nll), jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - logs), -1))
+    def logs(net, held, chunk):
+        return jax.nn.log_softmax(net.apply({"params": held}, chunk[None, :-1])[0])
 
     def judge(net, held) -> tuple[float, float]:
-        nll, kl = np.mean([judged(net, held, chunk) for chunk in others], axis=0)
+        sums = []
+        for chunk in others:
+            found, wanted = logs(net, held, chunk), logs(model, params, chunk)
+            nll = -jnp.mean(jnp.take_along_axis(found, chunk[1:, None], 1))
+            kl = jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), -1))
+            sums.append((nll.item(), kl.item()))
+        nll, kl = np.mean(sums, axis=0)
         return float(np.exp(nll)), float(kl)
 
     best, _ = judge(model, params)
