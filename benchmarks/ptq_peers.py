@@ -163,10 +163,10 @@ def llm_compressor(model, form: str, method: str, chunks, device, **options):
     quantizer = {"round": quantization.QuantizationModifier, "gptq": GPTQModifier}[last]
     recipe = [transforms[name]() for name in before]
     recipe.append(quantizer(config_groups={"all": scheme}, ignore=["lm_head"], **options))  # fmt: skip
-    batches = [{"input_ids": c[None], "attention_mask": c[None] * 0 + 1} for c in chunks]  # fmt: skip
+    batches = [{"input_ids": c, "attention_mask": c * 0 + 1} for c in chunks.split(8)]
     oneshot(
         model=model.to(device), dataset=DataLoader(batches, batch_size=None), recipe=recipe,
-        processor=tokenizer(), num_calibration_samples=len(chunks), tie_word_embeddings=False,
+        processor=tokenizer(), num_calibration_samples=len(batches), tie_word_embeddings=False,
     )  # fmt: skip
     return model
 
