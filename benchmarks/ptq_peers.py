@@ -22,6 +22,7 @@ import ast
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -323,15 +324,13 @@ def linen_params(arrays: dict[str, np.ndarray]) -> dict:
 
     params: dict = {}
     for name, w in arrays.items():
-        *where, last = name.removesuffix(".weight").removeprefix("model.").split(".")
-        if where[:1] == ["layers"]:
-            where = ["_".join(where[:3]), *where[3:]] if len(where) == 3 else where
-            where, last = (where, last) if len(where) == 1 else (["_".join([*where, last])], None)  # fmt: skip
-        leaf = "embedding" if last == "embed_tokens" else "kernel" if w.ndim == 2 else "scale"  # fmt: skip
-        at = params
-        for key in (*where, last):
-            at = at if key is None else at.setdefault(key, {})
-        at[leaf] = jnp.asarray(w.T if leaf == "kernel" else w)
+        name = name.removeprefix("model.").removesuffix(".weight")
+        module = params
+        for key in re.sub(r"layers\.(\d+)\.", r"layers_\1_", name).split("."):
+            module = module.setdefault(key, {})
+        leaf = "kernel" if w.ndim == 2 else "scale"
+        leaf = "embedding" if name == "embed_tokens" else leaf
+        module[leaf] = jnp.asarray(w.T if leaf == "kernel" else w)
     return params
 
 
