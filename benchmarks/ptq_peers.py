@@ -40,6 +40,7 @@ HF = {  # of a layer: our name -> transformers', which holds [out, in]
     "pre_self_attention_layer_norm/scale": "input_layernorm",
     "post_self_attention_layer_norm/scale": "post_attention_layernorm",
 }
+PEERS = ("llm-compressor", "auto-round", "qwix")
 GROUPS = {"int4/64": 64, "int4": None, "int3/64": 64, "nvfp4": 16, "mxfp4": 32, "w8a8": None}  # fmt: skip
 HEADER = (
     "| row | perplexity | of float's | KL | values | time |\n|---|---|---|---|---|---|"
@@ -461,7 +462,8 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
     print(f"| float, jax {jax.__version__}, {jax.devices()[0].device_kind} | {best:.3f} | 1 | 0 | | |", flush=True)  # fmt: skip
     for row in rows:
         _, form, method, *rest = row.split()
-        gptq_core.quantize_weight = own if rest == ["solver=own"] else compiled_gptq
+        solver = options_of(rest).get("solver", "compiled")
+        gptq_core.quantize_weight = own if solver == "own" else compiled_gptq
         began = time.time()
         try:
             net, held = quantized(form, method)
@@ -510,6 +512,12 @@ def main(words: list[str]) -> None:
     layers = int(settings.pop("layers", 30))
     if settings:
         raise SystemExit(f"no such settings: {settings}.")
+    for row in rows:  # a typing error is told before anything is run
+        peer, form, *_ = row.split()
+        if peer not in PEERS or form not in GROUPS:
+            raise SystemExit(f"{row!r}: peers are {PEERS}, formats {list(GROUPS)}.")
+        if peer == "qwix" and not set(row.split()[3:]) <= {"solver=own"}:
+            raise SystemExit(f"{row!r}: qwix has one option, 'solver=own'.")
     print(f"{len(tune)} chunks to calibrate, {len(others)} to judge\n{HEADER}", flush=True)  # fmt: skip
     arrays = exported(smollm2.load(pathlib.Path(folder)), layers)
     if torches := [row for row in rows if not row.startswith("qwix ")]:
