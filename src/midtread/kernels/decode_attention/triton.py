@@ -10,8 +10,9 @@ merges their parts (`num_parts`). Blocks outside of what a sequence sees are not
 
 Codes are multiplied as they are (triton_words.py) and scales applied to what comes out: k's to
 the logits, v's to the weights. The maximum is that of log(p) + log(scale of v), so that
-weights in float16 never exceed 1, whatever the scales are. A word of codes holds neighbours
-of a head, which become the same column of several planes; queries are read in planes too.
+weights in float16 never exceed 1, whatever the scales are. Scales are read a block ahead. A
+word of codes holds neighbours of a head, which become the same column of several planes;
+queries are read in planes too.
 
 B sequences, K heads of the cache, each read by g query heads, S slots, h numbers a head.
 """
@@ -48,7 +49,6 @@ PROGRAMS = 1024  # at least so many, where a context is shared and long enough
 CORE_BANDWIDTH = 36e3  # bytes that one multiprocessor of an H200 reads in a microsecond
 MERGE = 3.5  # microseconds of a second kernel, seen on an H200
 PARTS, WIDTH = 16, 32  # parts, and numbers of a head, that are merged at once
-AHEAD, LATE = True, True
 LOWEST = -1e30  # below every logit
 LOG2E = np.float32(math.log2(math.e))  # a GPU's exponential is that of 2
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of codes
@@ -116,11 +116,8 @@ def _body(
 
     def body(i, carry):
         top, total, out, of_block = carry
-        # Triton fetches values ahead, but not scales, which no dot reads: it would wait for
-        # them in every block.
-        of_next = scales(i + 1) if fmt is not None and AHEAD else []
-        if fmt is not None and not AHEAD:
-            of_block = scales(i)
+        # Triton's pipeline is for what dots read, so scales are fetched ahead here.
+        of_next = [] if fmt is None else scales(i + 1)
         at, inside = place(i)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
@@ -142,18 +139,15 @@ def _body(
             for v in values(v_ref, at, inside)
         ]
         out = [o * fade[:, None] + a for o, a in zip(out, added)]
-        if LATE:
-            return new, total * fade[:, None] + p, out, of_next
         return new, total * fade + jnp.sum(p, axis=1), out, of_next
 
     start = (
         jnp.full((ROWS,), LOWEST, jnp.float32),
-        jnp.zeros((ROWS, block) if LATE else (ROWS,), jnp.float32),
+        jnp.zeros((ROWS,), jnp.float32),
         [jnp.zeros((ROWS, width), jnp.float32)] * num_planes,
-        scales(begin) if fmt is not None and AHEAD else [],
+        [] if fmt is None else scales(begin),
     )
     top, total, out, _ = lax.fori_loop(begin, end, body, start)
-    total = jnp.sum(total, axis=1) if LATE else total
     out_ref = refs[-1 if parts == 1 else -3]
     row, column = (lax.broadcasted_iota(jnp.int32, (ROWS, width), i) for i in (0, 1))
     inside = row < out_ref.shape[0]
