@@ -55,6 +55,7 @@ Serving, and other programs' files:
 
     convert.py        a float checkpoint becomes a quantized one, and that a model
     calibrate.py      quantizing by an algorithm that looks at data
+    join.py           weights that multiply the same rows become one weight
     decode.py         tokens, from a cache
     cache.py          keys and values of past tokens, in few bits if asked for
     generate.py       text from a model

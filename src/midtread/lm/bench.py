@@ -67,7 +67,7 @@ class Timed(NamedTuple):
 
 
 def in_float(config: Config) -> Config:
-    """The same without quantization."""
+    """Returns the same config without quantization."""
     plain = {k: f.default for k, f in keys(Quantization).items()}
     without = {"ring_fp8": "ring", "minimal_with_quantization": "minimal"}
     without |= {"quantized": "minimal"}  # policies that keep codes

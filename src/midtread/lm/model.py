@@ -53,7 +53,7 @@ saved = jax.checkpoint_policies
 
 
 def _matmuls_and(*names: str):
-    """A policy that keeps results of matmuls, and what has one of these names."""
+    """Returns a policy that keeps results of matmuls, and what has one of these names."""
     named = saved.save_only_these_names(training.OUT, training.SEEN, *names, *SAVED)
     return saved.save_from_both_policies(saved.dots_with_no_batch_dims_saveable, named)
 
@@ -294,7 +294,7 @@ class Decoder(nnx.Module):
 
 
 def _summed(stream: jax.Array | Open) -> jax.Array | Open:
-    """The stream with what is to be added as an array, and not as what a matmul left."""
+    """Returns the stream with what is to be added as an array, and not as what a matmul left."""
     return stream._replace(left=None) if isinstance(stream, Open) else stream
 
 
