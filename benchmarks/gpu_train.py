@@ -19,7 +19,8 @@ Rows, in this order; none named: all.
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
---compile compiles and does not run; with the same --cache another command then need not compile.
+--compile compiles, from shapes, and does not run; with the same --cache another command then
+need not compile.
 TFLOP/s count what the model needs (lm/roofline.py: model_flops), not what is computed again.
 """
 
@@ -37,6 +38,7 @@ from midtread.lm import attend, build, roofline, settings, stacks, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
+from midtread.optim import slices
 
 LLAMA = ["model_name=llama3-8b", "dataset_type=synthetic"]
 FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
@@ -94,7 +96,40 @@ def packed_batch(config: Config) -> dict:
     return stack([rows[i] for i in range(config.batch_size)])
 
 
-def train_row(config: Config, calls: int = 10, runs: bool = True) -> dict:
+def shapes(net, t: Training) -> step.State:
+    """The state that a run begins with, as shapes."""
+    parts = step.take_apart(net)
+
+    def begin(learned, kept):
+        moments = step.optimizer(t).init(learned)
+        return step.State(jnp.zeros((), jnp.int32), learned, kept, moments, {})
+
+    return jax.eval_shape(begin, parts.learned, parts.kept)
+
+
+def compile_row(config: Config) -> dict:
+    """Seconds of compiling and bytes of a step; nothing is allocated."""
+    m, t = section(config, Model), section(config, Training)
+    net = build.for_training(config, models.abstract(m))
+    parts, state = step.take_apart(net), shapes(net, t)
+    if stacks.why_stacked(m, t) is None:
+        state = stacks.apart(state, functools.partial(jax.eval_shape, slices.cut))
+    setup = step.Setup(m, t, parts.graph, config.seed)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    batch = jax.tree.map(like, packed_batch(config))
+    started = time.perf_counter()
+    compiled = step.run.lower(setup, state, parts.random, batch).compile()
+    seconds = time.perf_counter() - started
+    return {"compile s": seconds, "GiB": peak_bytes(compiled) / 2**30}
+
+
+def peak_bytes(compiled) -> int:
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return peak + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def train_row(config: Config, calls: int = 10) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
     chosen = attend.describe(m, config.batch_size).split(" ")[1]
@@ -110,11 +145,6 @@ def train_row(config: Config, calls: int = 10, runs: bool = True) -> dict:
     started = time.perf_counter()
     compiled = step.run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    if not runs:
-        return {"GiB": peak / 2**30, "compile s": compile_seconds, "attention": chosen}
     for _ in range(2):
         state, metrics = compiled(state, parts.random, batch)
     first = float(metrics["loss"])
@@ -130,7 +160,7 @@ def train_row(config: Config, calls: int = 10, runs: bool = True) -> dict:
     share = flops / device.flops["bf16"] if device else float("nan")
     return {
         "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
-        "of bf16 peak": share, "GiB": peak / 2**30, "compile s": compile_seconds,
+        "of bf16 peak": share, "GiB": peak_bytes(compiled) / 2**30, "compile s": compile_seconds,
         "loss": (first, float(metrics["loss"])), "attention": chosen,
         "weights": why_stacked or "a slice for each layer",
     }  # fmt: skip
@@ -215,7 +245,9 @@ def main() -> None:
                     continue
                 config = config_of(ROWS[name], options.attention, options.tiny)
                 calls = 4 if name.startswith("llama3") else 10
-                row = train_row(config, calls, not options.compile)
+                row = (
+                    compile_row(config) if options.compile else train_row(config, calls)
+                )
                 base = row.get("ms") if name == "bf16" else base
                 if base and "ms" in row and ROWS[name][: len(FOUR)] == FOUR:
                     row["x bf16"] = base / row["ms"]

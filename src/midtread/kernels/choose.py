@@ -126,16 +126,14 @@ def quantize(
     summed: tuple[int, ...],
     both: bool = False,
     factor: jax.Array | None = None,
-    largest: bool = False,
     env: Env | None = None,
-) -> Quantized:
+) -> tuple[QArray, QArray]:
     """Quantizes `x * factor` for a matmul that sums over `summed`, and, if `both`, once more
-    for one that sums over the other axes. `Operand` explains the arguments. It returns max |x|
-    too if it is wanted and the kernel has it."""
-    operand = Operand(x, spec, range_, key, site, summed, both, factor, largest)
+    for one that sums over the other axes. `Operand` explains the arguments."""
+    operand = Operand(x, spec, range_, key, site, summed, both, factor)
     candidates = QUANTIZE_IN_STEP if pending.is_wanted() else QUANTIZE
     choice = first("quantize", candidates, operand, env or here())
-    return choice.plan.run(operand)
+    return choice.plan.run(operand)[:2]
 
 
 def quantize_twice(

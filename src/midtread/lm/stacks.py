@@ -5,6 +5,7 @@ one (`scan_unroll`), a run keeps slices of these stacks in their place (optim/sl
 that nothing is copied out of stacks or into them: `apart` makes slices, and `together` stacks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,18 +54,20 @@ def describe(m: Model, t: Training, *, is_pruned: bool, is_on_mesh: bool) -> str
     return f"layers: {apart if why is None else f'stacked, since {why}'}"
 
 
-def apart(state: Any) -> Any:
-    """Returns the state with slices in the place of stacked weights and moments. It uses up
-    the stacks, one after the other."""
+def use_up(stacked: Any) -> slices.Slices:
+    """Returns the slices of arrays, which are deleted."""
+    cut = jax.block_until_ready(slices.cut(stacked))
+    for array in jax.tree.leaves(stacked):
+        array.delete()
+    return cut
+
+
+def apart(state: Any, cut: Callable[[Any], slices.Slices] = use_up) -> Any:
+    """Returns the state with slices in the place of stacked weights and moments, which are
+    cut one after the other."""
 
     def one(var):
-        if not _is_stack(var):
-            return var
-        stacked = var.get_raw_value()
-        cut = jax.block_until_ready(slices.cut(stacked))
-        for array in jax.tree.leaves(stacked):
-            array.delete()
-        return var.replace(cut)
+        return var.replace(cut(var.get_raw_value())) if _is_stack(var) else var
 
     each = lambda tree: jax.tree.map(one, tree, is_leaf=_is_variable)
     return state._replace(learned=each(state.learned), optimizer=each(state.optimizer))
