@@ -117,7 +117,7 @@ class PtqProvider(QuantizationProvider):
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         args = [self._codes_of(a) for a in args]
-        boxed = any(_is_box(a) for a in args)
+        boxed = any(map(_is_box, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
@@ -339,9 +339,10 @@ class PtqProvider(QuantizationProvider):
         if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
             dtype = kwargs.get("dtype")
             return [args[0] if dtype is None else args[0].astype(dtype)]
-        plain = nn.dtypes.promote_dtype(
-            *[None if _is_box(a) else a for a in args], **kwargs
-        )
+        floats = [None if _is_box(a) else a for a in args]
+        if intercept.share_a_dtype(floats, **kwargs):
+            return list(args)
+        plain = nn.dtypes.promote_dtype(*floats, **kwargs)
         return [a if _is_box(a) else p for a, p in zip(args, plain)]
 
     def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
@@ -452,7 +453,7 @@ def _is_bridged(module: Any, model: Any) -> bool:
 
 
 def _is_box(x: Any) -> bool:
-    return isinstance(x, WithAux | QArray)
+    return isinstance(x, (WithAux, QArray))
 
 
 def _is_float(x: Any) -> bool:
@@ -460,5 +461,6 @@ def _is_float(x: Any) -> bool:
 
 
 def _open(x: Any) -> Any:
-    x = flaxlib.unbox(x) if isinstance(x, WithAux | nnx.Variable) else x
-    return x.array if isinstance(x, WithAux) else x
+    if isinstance(x, tuple | str):  # dimension numbers
+        return x
+    return flaxlib.unbox(x.array if isinstance(x, WithAux) else x)
