@@ -22,8 +22,9 @@ examples: $(VENV)/demo.installed
 # Tests that round to fnuz formats or to floats of four bits need emitters of XLA's that compile
 # slower; all others do without (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-ROUNDING := tests/numerics tests/laws tests/ops tests/kernels tests/interop tests/peers tests/golden \
-	tests/optim tests/report tests/algorithms/test_solve.py tests/lm/test_codes.py
+ROUNDING := tests/numerics tests/laws/test_numerics.py tests/algorithms/test_solve.py \
+	tests/interop/test_export.py tests/lm/test_codes.py \
+	$(addprefix tests/peers/test_,lm.py ml_dtypes.py qwix.py)
 test: lint docs
 	$(PYTEST) --doctest-modules src $(ROUNDING)
 	$(PYTEST) --old-emitters tests $(addprefix --ignore=,$(ROUNDING))
