@@ -214,7 +214,7 @@ def _explain(words: Sequence[str]) -> None:
     import contextlib
 
     from midtread.kernels.environment import pretended
-    from midtread.lm import attention, build, settings, step
+    from midtread.lm import attend, build, settings, stacks
     from midtread.lm import model as models
     from midtread.lm.config import Model, Training, section
 
@@ -230,8 +230,8 @@ def _explain(words: Sequence[str]) -> None:
         facts = {"is_pruned": is_pruned, "is_on_mesh": bool(config.mesh)}
         both = section(config, Model), section(config, Training)
         with pretended(device) if device else contextlib.nullcontext():
-            print(step.describe_layers(*both, **facts))
-            print(attention.describe(section(config, Model), config.batch_size))
+            print(stacks.describe(*both, **facts))
+            print(attend.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline
 

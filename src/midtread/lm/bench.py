@@ -28,6 +28,7 @@ from midtread.lm import (
     quantization,
     roofline,
     room,
+    stacks,
     step,
     transfers,
 )
@@ -87,12 +88,12 @@ def measure(config: Config, name: str) -> Timed:
     pruning = build.pruning(config, build.coverage(config))
     state, parts = step.initial(model, t, pruning, layout)
     setup = step.Setup(m, t, parts.graph, config.seed, pruning, layout)
-    why_stacked = step.why_stacked(
+    why_stacked = stacks.why_stacked(
         m, t, is_pruned=pruning is not None, is_on_mesh=layout is not None,
         room=room.bytes_here(), state=state,
     )  # fmt: skip
     if why_stacked is None:
-        state = step.apart(state)
+        state = stacks.apart(state)
     started = time.perf_counter()
     compiled = step.run.lower(setup, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

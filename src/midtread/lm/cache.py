@@ -9,7 +9,7 @@ A cache holds rows [B, S, heads, width] by name ("k" and "v", or MLA's "latent" 
 
 Quantizing is that of `midtread.quantize`; MaxText's KVQuant stores max |x| where we store
 the scale, and turns an all-zero row into NaN. Readers multiply codes and apply scales to
-what comes out (`lm/attention.py`, attend).
+what comes out (`lm/attend.py`).
 """
 
 import dataclasses

@@ -144,7 +144,10 @@ class Lines:
         try:
             return json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UsageError(f"{self.where(number)} does not read as JSON.") from None
+            where = self.where(number)
+            raise UsageError(
+                f"{where} does not read as JSON: mend it, or take it out."
+            ) from None
 
 
 def _line_starts(path: pathlib.Path) -> np.ndarray:

@@ -40,9 +40,10 @@ from flax import nnx
 from midtread.kernels.attention import LOWEST
 from midtread.lm import cache as kv
 from midtread.lm import rope
-from midtread.lm.attention import Place, Seen, attend, seen_by
+from midtread.lm.attend import attend
 from midtread.lm.config import Model
 from midtread.lm.layers import Linear, norm
+from midtread.lm.seen import Place, Seen, seen_by
 from midtread.model.boxes import WithAux
 from midtread.numerics.qarray import QArray
 

@@ -179,6 +179,7 @@ def install() -> None:
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
+        originals |= _catch_refusals()
         pl.pallas_call = _opaque(pl.pallas_call)
         if hasattr(pl, "kernel"):
             pl.kernel = _opaque(pl.kernel)
@@ -338,6 +339,52 @@ def _catch_operators() -> None:
     for name in ("T", "mT"):
         turn = operator.attrgetter(name)
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
+
+
+def _catch_refusals() -> dict[str, Callable]:
+    """Gives JAX's words about derivatives that do not exist ours where they are about
+    quantized matmuls or codes. No function of ours runs by then: forward mode behind a jit
+    is refused when the traced program is lowered, and jax.grad looks at its arguments
+    first. Both functions are private; others hold them, so their code is changed."""
+    from jax._src import api
+    from jax._src.interpreters import ad
+
+    originals = {}
+    for fn, ours in (
+        (ad.raise_custom_vjp_error_on_jvp, _refuse_forward_mode),
+        (api._check_input_dtype_revderiv, _refuse_codes),
+    ):
+        originals[ours.__name__] = types.FunctionType(fn.__code__, fn.__globals__)
+        fn.__code__ = ours.__code__
+    return originals
+
+
+# The code of these two runs with the globals of JAX's modules.
+
+
+def _refuse_forward_mode(*args, **kwargs):
+    from midtread.model.intercept import _originals
+    from midtread.ops import training
+
+    source = getattr(kwargs.get("bwd"), "debug_info", None)
+    if source is not None and training.__file__ in source.func_src_info:
+        raise TypeError(training.NO_FORWARD_MODE)
+    return _originals["_refuse_forward_mode"](*args, **kwargs)
+
+
+def _refuse_codes(*args):
+    from midtread.model.intercept import _originals
+
+    try:
+        return _originals["_refuse_codes"](*args)
+    except TypeError as error:
+        if getattr(args[-1], "itemsize", 2) > 1:
+            raise
+        raise TypeError(
+            f"{error} If these are the codes of a quantized model, they have no gradient: "
+            "take that of its adapters alone (nnx.DiffState(0, nnx.LoRAParam)), or train "
+            "the float model under a QtProvider."
+        ) from None
 
 
 def _noting(original: Callable, turn: Callable | None = None) -> Callable:

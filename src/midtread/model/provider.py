@@ -99,6 +99,9 @@ class QuantizationProvider:
         self.disable_jit = disable_jit
         self.strict = strict
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._rules})"
+
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         """Fills in defaults and refuses what makes no sense."""
         self._refuse_fields(rule)
