@@ -18,7 +18,7 @@ from midtread.kernels.weight_matmul.hopper_decode.kernel import decode_matmul
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
-from tests.kernels.test_gpu import needs_interpreter, random
+from tests.kernels.plans import needs_interpreter, random
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 

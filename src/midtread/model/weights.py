@@ -29,7 +29,13 @@ ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is 
 def find_param(module: Any, x: Any) -> str | None:
     """Returns the name of the parameter that `x` is, or is a transpose of, or None."""
     params = flaxlib.params_of(module)
-    by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
+    arrays = {name: intercept.unwrap(param) for name, param in params.items()}
+    alike = [k for k, v in params.items() if getattr(v, "shape", None) == x.shape]
+    # Casts, reshapes and transposes leave the number of elements as it is.
+    size = intercept.unwrap(x).size
+    if not alike and all(getattr(v, "size", None) != size for v in arrays.values()):
+        return None
+    by_id = {id(array): name for name, array in arrays.items()}
     last = x
     for last in intercept.ancestors(flaxlib.unbox(x)):
         name = by_id.get(id(last))
@@ -37,8 +43,7 @@ def find_param(module: Any, x: Any) -> str | None:
             return name
     if not origin_is_hidden(last, params):
         return None
-    is_like = lambda v: getattr(v, "shape", None) == x.shape
-    return next((k for k, v in params.items() if is_like(v) and _is_plain(k, v)), None)
+    return next((name for name in alike if _is_plain(name, params[name])), None)
 
 
 def find_part(call: Any, module: Any, x: Any) -> tuple[Any, str, list[Move]] | None:

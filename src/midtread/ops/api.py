@@ -31,6 +31,8 @@ def _with_codes_of_masks(
 ) -> jax.Array:
     """Executes with masks taken as codes, 0 and 1. Two masks give a mask, as in JAX."""
     is_mask = [not isinstance(x, QArray) and x.dtype == _MASK for x in (lhs, rhs)]
+    if not any(is_mask):
+        return execute(c, lhs, rhs)
     lhs, rhs = (
         lax.convert_element_type(x, jnp.int8) if mask else x
         for x, mask in zip((lhs, rhs), is_mask)
