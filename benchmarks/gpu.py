@@ -173,7 +173,7 @@ def _rows(name):
     place = mt.Spec(name, channelwise_axes=(0,))
 
     def run(x):
-        q, _ = choose.quantize(x, place, summed=(1,))
+        q = choose.quantize(x, place, summed=(1,)).codes
         return q.qvalue, q.scale
 
     return run
@@ -183,7 +183,7 @@ def _both(name):
     place = mt.Spec(name, channelwise_axes=(0,))
 
     def run(x):
-        q, again = choose.quantize(x, place, summed=(1,), both=True)
+        q, again, _ = choose.quantize(x, place, summed=(1,), both=True)
         return q.qvalue, lax.optimization_barrier(again.qvalue.T), q.scale
 
     return run
@@ -193,7 +193,7 @@ def _columns(name):
     place = mt.Spec(name, channelwise_axes=(1,))
 
     def run(x):
-        q, _ = choose.quantize(x, place, summed=(0,))
+        q = choose.quantize(x, place, summed=(0,)).codes
         return q.qvalue.T, q.scale
 
     return run

@@ -126,14 +126,16 @@ def quantize(
     summed: tuple[int, ...],
     both: bool = False,
     factor: jax.Array | None = None,
+    largest: bool = False,
     env: Env | None = None,
-) -> tuple[QArray, QArray]:
+) -> Quantized:
     """Quantizes `x * factor` for a matmul that sums over `summed`, and, if `both`, once more
-    for one that sums over the other axes. `Operand` explains the arguments."""
-    operand = Operand(x, spec, range_, key, site, summed, both, factor)
+    for one that sums over the other axes. `Operand` explains the arguments. It returns max |x|
+    too if it is wanted and the kernel has it."""
+    operand = Operand(x, spec, range_, key, site, summed, both, factor, largest)
     candidates = QUANTIZE_IN_STEP if pending.is_wanted() else QUANTIZE
     choice = first("quantize", candidates, operand, env or here())
-    return choice.plan.run(operand)[:2]
+    return choice.plan.run(operand)
 
 
 def quantize_twice(

@@ -14,7 +14,7 @@ policies for dots would miss where a kernel computes it, and keep in float32 whe
 KEPT is what the backward keeps of the left operand (as a rule an activation) if that is
 codes: they take a byte an element, and need not be quantized again. WEIGHT is the same of
 the right operand. SEEN is what delayed scaling notes of an operand (providers/delayed.py), a
-few kilobytes that take a read of the whole operand to find again.
+number that takes a read of the whole operand to find again.
 """
 
 import dataclasses
@@ -48,6 +48,10 @@ from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe
 
 OUT, KEPT, WEIGHT = "quantized_out", "quantized_lhs", "quantized_rhs"
 SEEN = "amax_seen"
+NO_FORWARD_MODE = (
+    "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
+    "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
+)
 
 
 class Ranges(NamedTuple):
@@ -75,7 +79,9 @@ def train(
     """Quantizes both operands and contracts them, with the recipe's gradients.
 
     Operands that are QArrays already, or not float, are used as they are and get no
-    gradient. The cotangent of `ranges.g`, where it is given, is max |g| of this step.
+    gradient. The cotangent of `ranges.g`, where it is given, is max |g| of this step, and
+    those of `ranges.lhs` and `ranges.rhs` are max |lhs| and max |rhs| where the recipe has
+    delayed scaling.
     """
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
@@ -98,7 +104,12 @@ def serve(
 ) -> jax.Array:
     """Quantizes the operands that are still float and for which `fwd` has a Spec, and
     contracts them. Gradients go straight through, also where a value was clipped."""
-    return train(c, Recipe(fwd, mask_clipped=False), lhs, rhs, ranges)
+    return train(c, _serving(fwd), lhs, rhs, ranges)
+
+
+@functools.cache
+def _serving(fwd: Fwd) -> Recipe:
+    return Recipe(fwd, mask_clipped=False)
 
 
 def _run(*args) -> jax.Array:
@@ -107,10 +118,7 @@ def _run(*args) -> jax.Array:
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(
-            "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
-            "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
-        ) from None
+        raise TypeError(NO_FORWARD_MODE) from None
 
 
 class _Static(NamedTuple):
@@ -123,14 +131,14 @@ class _Static(NamedTuple):
 
 @untouched
 def _train(static, c, lhs, rhs, ranges, key):
-    """What is computed where nobody takes a gradient: nothing is kept."""
+    """Computes where nobody takes a gradient: nothing is kept."""
     operands = []
     for side, x, spec, range_ in _sides(static.recipe, c, lhs, rhs, ranges):
         if spec is not None and is_float(x):
-            x, _ = choose.quantize(
+            x = choose.quantize(
                 x, spec, range_, key, (static.site, side),
                 summed=_summed_axes(c, side), env=static.env,
-            )  # fmt: skip
+            ).codes  # fmt: skip
         operands.append(x)
     return _contract(static, c, (lhs, rhs), operands)
 
@@ -164,7 +172,7 @@ class _Residual(NamedTuple):
 def _forward(static, c, lhs, rhs, ranges, key):
     recipe = static.recipe
     slots = recipe.drhs.lhs, recipe.dlhs.rhs
-    operands, kept = [], []
+    operands, kept, seen = [], [], {}
     sides = _sides(recipe, c, lhs, rhs, ranges)
     for (name, x, spec, range_), slot in zip(sides, slots):
         x = _first_order_only(x)
@@ -177,11 +185,15 @@ def _forward(static, c, lhs, rhs, ranges, key):
             twice = None
             if range_ is None and isinstance(slot, Spec):
                 twice = _also_for_backward(c, static, name, x, spec)
-            used, again = twice or choose.quantize(
-                x, spec, range_, key, (static.site, name),
+            is_noted = range_ is not None and spec.method == "delayed"
+            used, again, size = twice or choose.quantize(
+                x, spec, range_, key, (static.site, name), largest=is_noted,
                 summed=_summed_axes(c, name), both=slot is REUSE, env=static.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
+            if is_noted:
+                size = largest(x, spec) if size is None else size
+                seen[name] = _noted(range_, checkpoint_name(size, SEEN))
             if isinstance(again, QArray):
                 label = KEPT if name == "lhs" else WEIGHT
                 again = again.map(lambda part, to=label: checkpoint_name(part, to))
@@ -189,7 +201,7 @@ def _forward(static, c, lhs, rhs, ranges, key):
         dtype = x.dtype if is_float(x) else jnp.int8
         kept.append(_Residual(again, mask, jnp.zeros((0,), dtype)))
     out = checkpoint_name(_contract(static, c, (lhs, rhs), operands), OUT)
-    return out, (c, *kept, ranges.g, key)
+    return out, (c, *kept, Ranges(**seen), ranges.g, key)
 
 
 def _also_for_backward(c, static: _Static, side: str, x: jax.Array, spec: Spec):
@@ -203,13 +215,12 @@ def _also_for_backward(c, static: _Static, side: str, x: jax.Array, spec: Spec):
     if again == spec or (side == "lhs" and recipe.drhs.hadamard):
         return None
     summed = _summed_axes(c, side), _summed_axes(back, side)
-    pair = choose.quantize_twice(x, (spec, again), summed, env=static.env)
-    return None if pair is None else pair[:2]
+    return choose.quantize_twice(x, (spec, again), summed, env=static.env)
 
 
 @untouched
 def _backward(static, residuals, g):
-    c, lhs, rhs, g_range, key = residuals
+    c, lhs, rhs, seen, g_range, key = residuals
     recipe, g = static.recipe, _first_order_only(g)
     noise = key, static.site
     of = {"lhs": (recipe.dlhs, lhs, rhs), "rhs": (recipe.drhs, rhs, lhs)}
@@ -223,13 +234,17 @@ def _backward(static, residuals, g):
         side: _gradient(way, codes[side], noise, static.env)
         for side, way in ways.items()
     }
-    seen = None
     if g_range is not None:
         specs = [s for s in (recipe.dlhs.g, recipe.drhs.g) if s is not None]
         spec = next((s for s in specs if s.method != "fixed"), None)
         size = largest(g, spec) if size is None else size
-        seen = {k: jnp.full_like(v, size.reshape(())) for k, v in g_range.items()}
-    return None, grads.get("lhs"), grads.get("rhs"), Ranges(None, None, seen), None
+        seen = seen._replace(g=_noted(g_range, size))
+    return None, grads.get("lhs"), grads.get("rhs"), seen, None
+
+
+def _noted(range_: Range, size: jax.Array) -> Range:
+    """Returns the cotangent of a range: what was seen in its place."""
+    return {k: jnp.full_like(v, size.reshape(())) for k, v in range_.items()}
 
 
 def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
@@ -302,10 +317,10 @@ def _codes_of_g(ways: dict[str, _Way], g_range, noise, env: Env):
     for side, way in ways.items():
         codes[side] = way.g
         if way.spec is not None:
-            codes[side], _ = choose.quantize(
+            codes[side] = choose.quantize(
                 way.g, way.spec, known(way), key, (site, "g", side),
                 summed=way.summed, factor=way.factor, env=env,
-            )  # fmt: skip
+            ).codes  # fmt: skip
     return codes, None
 
 
@@ -316,9 +331,9 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
     if isinstance(slot, Spec) and is_float(y):
         spec = way.back.number_axes(slot, other, y.shape)
         summed = _summed_axes(way.back, other)
-        y, _ = choose.quantize(
+        y = choose.quantize(
             y, spec, None, key, (site, other, way.side), summed=summed, env=env
-        )
+        ).codes
     pair = (g, y) if way.side == "lhs" else (y, g)
     return _finish(contract(way.back, *pair, way.gemm.accumulate, env), way.mine)
 

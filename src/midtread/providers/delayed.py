@@ -14,8 +14,9 @@ op makes when a provider calls it `name=op_id`, so that checkpoints can be excha
 NNX they are Variables of type `OverwriteWithGradient` in a submodule `<op
 id>_overwrite_with_gradient`.
 
-max |g| is known in the backward only. So the new state comes out as the gradient of the old
-one, and an optimizer must put it there instead of subtracting it:
+max |g| is known in the backward only, and max |x| of an operand to the kernel that quantizes
+it. So the new state comes out as the gradient of the old one, and an optimizer must put it
+there instead of subtracting it:
 
     tx = overwrite_with_gradient(optax.adamw(1e-3))    # adamw sees parameters only
     grads = accumulate_gradients(grads, more)      # sums gradients, maxes histories
@@ -180,12 +181,14 @@ class DelayedFp8Provider(QtProvider):
             ("lhs", lhs, recipe.fwd.lhs),
             ("rhs", rhs, recipe.fwd.rhs),
         ):
+            meta = state[side]
             if not is_float(x) or spec.method == "fixed":
-                after[side] = state[side]  # it is no float, or its scale is a constant
+                after[side] = meta  # it is no float, or its scale is a constant
                 continue
-            meta, seen = jax.lax.stop_gradient((state[side], largest(x, spec)))
-            after[side] = advance(meta, seen, forward, margin)
-            window = after[side]["scale"] * forward
+            if spec.method != "delayed":  # not the maximum: the matmul does not note it
+                meta, seen = jax.lax.stop_gradient((meta, largest(x, spec)))
+                after[side] = advance(meta, seen, forward, margin)
+            window = _window(forward, margin, meta)
             ranges[side] = {"absmax": window.reshape((1,) * x.ndim)}
         if any(spec.method != "fixed" for spec in (recipe.dlhs.g, recipe.drhs.g)):
             window = _window(backward, margin, state["g"])
@@ -194,7 +197,7 @@ class DelayedFp8Provider(QtProvider):
             after["g"] = state["g"]
         after = jax.tree.map(lambda x: checkpoint_name(x, SEEN), after)
         out = train(c, recipe, lhs, rhs, Ranges(**ranges))
-        return _record(out, {k: state[k] for k in after}, after)
+        return _record(out, {k: state[k] for k in after}, after) if after else out
 
     def _methods(
         self, rule: QtRule, module: Any, lhs, rhs
@@ -349,7 +352,7 @@ def _linen_variables(module: nn.Module, op_id: str, first) -> Mapping[str, jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _window(bound: float, margin: float, meta: Meta) -> jax.Array:
-    """Returns the largest |g| that fits; its cotangent is the |g| that was seen."""
+    """Returns the largest |x| that fits; its cotangent is the |x| that was seen."""
     return advance(meta, jnp.zeros(()), bound, margin)["scale"] * bound
 
 

@@ -48,6 +48,7 @@ PROGRAMS = 1024  # at least so many, where a context is shared and long enough
 CORE_BANDWIDTH = 36e3  # bytes that one multiprocessor of an H200 reads in a microsecond
 MERGE = 3.5  # microseconds of a second kernel, seen on an H200
 PARTS, WIDTH = 16, 32  # parts, and numbers of a head, that are merged at once
+AHEAD, LATE = True, True
 LOWEST = -1e30  # below every logit
 LOG2E = np.float32(math.log2(math.e))  # a GPU's exponential is that of 2
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of codes
@@ -103,22 +104,31 @@ def _body(
         block = pltriton.load(ref.at[at, :], mask=inside[:, None], other=0)
         return [block] if fmt is None else triton_words.planes(block, fmt, native)
 
-    def scale(ref, at, inside):
-        factors = pltriton.load(ref.at[at], mask=inside, other=1.0)
-        return factors.astype(jnp.float32)[None, :]
+    def place(i):
+        """Block i's slots, and which of them are seen."""
+        slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
+        return pl.ds(i * block, block), (slot >= low) & (slot < high)
+
+    def scales(i):
+        """Those of keys and of values in block i."""
+        at, inside = place(i)
+        return [pltriton.load(ref.at[at], mask=inside, other=1.0).astype(jnp.float32) for ref in refs[1:4:2]]  # fmt: skip
 
     def body(i, carry):
-        top, total, out = carry
-        at = pl.ds(i * block, block)
-        slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
-        inside = (slot >= low) & (slot < high)
+        top, total, out, of_block = carry
+        # Triton fetches values ahead, but not scales, which no dot reads: it would wait for
+        # them in every block.
+        of_next = scales(i + 1) if fmt is not None and AHEAD else []
+        if fmt is not None and not AHEAD:
+            of_block = scales(i)
+        at, inside = place(i)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
         logits = logits * factor
         shift = 0.0
         if fmt is not None:
-            logits = logits * scale(refs[1], at, inside)
-            shift = jnp.log2(scale(refs[3], at, inside))
+            logits = logits * of_block[0][None, :]
+            shift = jnp.log2(of_block[1])[None, :]
         if softcap is not None:
             cap = np.float32(softcap) * LOG2E
             logits = cap * jnp.tanh(logits / cap)
@@ -126,20 +136,24 @@ def _body(
         new = jnp.maximum(top, jnp.max(logits + shift, axis=1))
         fade = jnp.exp2(top - new)
         p = jnp.exp2(logits - new[:, None])
-        weights = jnp.exp2(logits + shift - new[:, None]).astype(q[0].dtype)
+        weights = (p if fmt is None else p * of_block[1][None, :]).astype(q[0].dtype)
         added = [
             pltriton.dot(weights, v).astype(jnp.float32)
             for v in values(v_ref, at, inside)
         ]
         out = [o * fade[:, None] + a for o, a in zip(out, added)]
-        return new, total * fade + jnp.sum(p, axis=1), out
+        if LATE:
+            return new, total * fade[:, None] + p, out, of_next
+        return new, total * fade + jnp.sum(p, axis=1), out, of_next
 
     start = (
         jnp.full((ROWS,), LOWEST, jnp.float32),
-        jnp.zeros((ROWS,), jnp.float32),
+        jnp.zeros((ROWS, block) if LATE else (ROWS,), jnp.float32),
         [jnp.zeros((ROWS, width), jnp.float32)] * num_planes,
+        scales(begin) if fmt is not None and AHEAD else [],
     )
-    top, total, out = lax.fori_loop(begin, end, body, start)
+    top, total, out, _ = lax.fori_loop(begin, end, body, start)
+    total = jnp.sum(total, axis=1) if LATE else total
     out_ref = refs[-1 if parts == 1 else -3]
     row, column = (lax.broadcasted_iota(jnp.int32, (ROWS, width), i) for i in (0, 1))
     inside = row < out_ref.shape[0]
