@@ -50,7 +50,7 @@ FORMATS = {
 LINEAR = "decoder/layers/.*/(query|key|value|out|wi_0|wi_1|wo)"
 # GPTQ as it was published: no search for scales, no order, no descent, float inputs
 PAPER = "order=given scales=spec rounds=0 weigh=none inputs=float"
-LOGITS = "distance=divergence rate=0.01"  # of what "learn" looks at
+LOGITS = "distance=divergence"  # of what "learn" looks at
 ROWS = (
     "int4/64 round",
     "int4/64 clip",
@@ -71,9 +71,10 @@ ROWS = (
     f"int3/64 correct+gptq+learn {LOGITS}",
     f"nvfp4 correct+gptq+learn {LOGITS}",
     f"mxfp4 correct+gptq+learn {LOGITS}",
-    "w4a8/64 correct+gptq",
+    f"w4a8/64 correct+gptq+learn {LOGITS}",
     "w8a8 round",
     "w8a8 smooth+gptq",
+    "w8a8 rotate+correct+gptq",
 )
 
 
