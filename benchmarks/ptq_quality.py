@@ -46,9 +46,11 @@ FORMATS = {
     "w4a8/64": {"weight_qtype": "int4", "tile_size": 64, "act_qtype": "int8"},
     "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
 }
+# The seven weights of a layer; attention's own products are not among them.
+LINEAR = "decoder/layers/.*/(query|key|value|out|wi_0|wi_1|wo)"
 # GPTQ as it was published: no search for scales, no order, no descent, float inputs
 PAPER = "order=given scales=spec rounds=0 weigh=none inputs=float"
-LOGITS = "distance=divergence rate=0.01"  # of what "learn" looks at
+LOGITS = "distance=divergence"  # of what "learn" looks at
 ROWS = (
     "int4/64 round",
     "int4/64 clip",
@@ -69,9 +71,10 @@ ROWS = (
     f"int3/64 correct+gptq+learn {LOGITS}",
     f"nvfp4 correct+gptq+learn {LOGITS}",
     f"mxfp4 correct+gptq+learn {LOGITS}",
-    "w4a8/64 correct+gptq",
+    f"w4a8/64 correct+gptq+learn {LOGITS}",
     "w8a8 round",
     "w8a8 smooth+gptq",
+    "w8a8 rotate+correct+gptq",
 )
 
 
@@ -191,9 +194,7 @@ def main(words: list[str]) -> None:
         if time.time() > end:
             print(f"not run, for want of time: {row!r}", flush=True)
             continue
-        provider = mt.PtqProvider(
-            [mt.QuantizationRule(module_path="decoder/layers/.*", **rule)]
-        )
+        provider = mt.PtqProvider([mt.QuantizationRule(module_path=LINEAR, **rule)])
         began, worked = time.time(), time.process_time()
         try:
             calibrated = mt.calibrate(

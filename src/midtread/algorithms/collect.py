@@ -201,7 +201,7 @@ def squares(X: jax.Array) -> jax.Array:
     """X^T X of every [T, K] of a stack. It is symmetric: of four quarters one is the
     transpose of another, and is not computed."""
     half = X.shape[-1] // 2
-    if half < 256:
+    if half < 128:
         return jnp.einsum("btk,btl->bkl", X, X)
     left, right = X[..., :half], X[..., half:]
     corner = jnp.einsum("btk,btl->bkl", left, right)

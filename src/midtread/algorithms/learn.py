@@ -52,7 +52,7 @@ class LearnOptions:
     """
 
     steps: int = 200
-    rate: float = 0.005
+    rate: float = 0.01
     scale_rate: float = 0.001
     distance: str = "squares"
     start: float = 0.5

@@ -6,6 +6,7 @@ A weight that met too few tokens is refused; an expert that did takes the moment
 experts together, and the report says so.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -91,11 +92,10 @@ class Statistics:
         for b, env in enumerate(running.envs):
             weights = self.weights[b][number] if self.weights else None
             other = running.floats[b][x] if running.floats else None
-            one = _moments(
-                site.alike, env[x], weights, sizes and env[sizes], other,
+            total = _add_moments(
+                total, site.alike, env[x], weights, sizes and env[sizes], other,
                 self.task.turns.online.get(number), self.task.options.histograms,
             )  # fmt: skip
-            total = one if total is None else _add(total, one)
         assert total is not None
         if not bool(jnp.isfinite(total["H"]).all()):
             raise ValueError(f"{site.name}: its inputs are not finite on this data.")
@@ -118,8 +118,7 @@ class Statistics:
         for b, env in enumerate(running.envs):
             X = run(env, False)
             other = run(running.floats[b], True) if running.floats else None
-            one = _moments_of_heads(X, other)
-            total = one if total is None else _add(total, one)
+            total = _add_moments_of_heads(total, X, other)
             seen += X.shape[1]
             if seen >= ROWS * X.shape[2]:
                 break
@@ -146,6 +145,13 @@ def _enough(site: Site, stats: dict, share: float) -> tuple[dict, str]:
     return {**stats, "H": H}, note
 
 
-_moments = jax.jit(collect.moments, static_argnums=(0, 6), compiler_options=SEARCH_LESS)
-_moments_of_heads = jax.jit(collect.moments_of_heads, compiler_options=SEARCH_LESS)
-_add = jax.jit(collect.add, donate_argnums=0)
+@functools.partial(
+    jax.jit, static_argnums=(1, 7), donate_argnums=0, compiler_options=SEARCH_LESS
+)
+def _add_moments(total: dict | None, site: Site, *args: Any) -> dict[str, jax.Array]:
+    return collect.add(total, collect.moments(site, *args))
+
+
+@functools.partial(jax.jit, donate_argnums=0, compiler_options=SEARCH_LESS)
+def _add_moments_of_heads(total: dict | None, X, other) -> dict[str, jax.Array]:
+    return collect.add(total, collect.moments_of_heads(X, other))
