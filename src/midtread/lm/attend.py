@@ -69,7 +69,7 @@ class Call:
         return self.q.shape[1], self.k.shape[1]
 
     def restored(self) -> "Call":
-        """The same with keys and values as arrays."""
+        """Returns the same with keys and values as arrays."""
         k, v = (kv.restore(x, self.q.dtype) for x in (self.k, self.v))
         return dataclasses.replace(self, k=k, v=v)
 
@@ -85,7 +85,7 @@ def attend(
     sinks: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """softmax(softcap(scale q k^T)) v over the keys that each query sees.
+    """Computes softmax(softcap(scale q k^T)) v over the keys that each query sees.
 
     Shapes: q [B T H h], k [B S K h], v [B S K w] -> [B T H w]; K divides H.
 
@@ -122,7 +122,7 @@ def attend(
 
 
 def choose_for(call: Call, asked: str = "auto") -> Choice:
-    """The implementation that runs a call, and why those before it do not."""
+    """Returns the implementation that runs a call, and why those before it do not."""
     if asked == "plain":  # which is refused for its cost alone
         return Choice(asked, Runs(plain), ())
     candidates = [c for c in CANDIDATES if asked in ("auto", c.name)]
@@ -136,7 +136,7 @@ class Runs(NamedTuple):
 
 
 def plain(call: Call) -> jax.Array:
-    """The formula as it stands, all logits in memory."""
+    """Computes the formula as it stands, with all logits in memory."""
     q, seen = call.q, call.seen
     B, T, H, h = q.shape
     k_codes, k_scale = kv.codes(call.k, q.dtype)
@@ -170,7 +170,7 @@ def _is_one_block(call: Call) -> bool:
 
 
 def _rule_of_logits() -> bool:
-    """Whether a rule quantizes attention's own two matmuls, both of activations."""
+    """Returns whether a rule quantizes attention's own two matmuls, both of activations."""
     rule = get_current_rule("einsum")
     return bool(rule and (rule.act_qtype or getattr(rule, "recipe", None)))
 
@@ -203,7 +203,7 @@ def _cached(call: Call) -> Cached:
 
 
 def _why_not_flash(call: Call) -> str | None:
-    """What no flash kernel takes."""
+    """Says what no flash kernel takes."""
     if _rule_of_logits():
         return OF_RULES
     if call.q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -239,7 +239,7 @@ def _ranged(call: Call) -> Ranged:
 
 
 def _why_it_fails(run: Callable, call: Call) -> str | None:
-    """What a library says when it traces this, backward too; None if it can."""
+    """Returns what a library says when it traces this, backward too; None if it can."""
     call = call.restored()
 
     def gradients(q, k, v, first, stop):
@@ -266,14 +266,14 @@ def _why_it_fails(run: Callable, call: Call) -> str | None:
 
 
 def _as_wide_as_keys(call: Call) -> Call:
-    """Values as wide as keys, for kernels that know one width (MLA has two)."""
+    """Makes values as wide as keys, for kernels that know one width (MLA has two)."""
     spare = call.k.shape[-1] - call.v.shape[-1]
     v = jnp.pad(call.v, [(0, 0)] * 3 + [(0, spare)]) if spare else call.v
     return dataclasses.replace(call, v=v)
 
 
 def _kept(run: Callable[[Call], jax.Array]) -> Callable[[Call], jax.Array]:
-    """`run`, whose output and residuals a remat policy can save (`kernels.attention.SAVED`).
+    """Wraps `run` so that a remat policy can save its output and residuals (SAVED).
 
     A library's kernel has its own custom_vjp, and what that keeps has no name: under remat
     it would run forward twice.
@@ -390,7 +390,7 @@ def _blockwise(call: Call) -> jax.Array:
 
 
 def _unless(why_not: Callable, run: Callable) -> Callable[[Call, Env], Runs | Refusal]:
-    """The `plan` of an implementation that takes every call it has no reason against."""
+    """Makes the `plan` of an implementation that takes every call it has no reason against."""
 
     def plan(call: Call, env: Env) -> Runs | Refusal:
         reason = why_not(call, env)
@@ -410,7 +410,7 @@ CANDIDATES = (
 
 
 def describe(m: Model, batch: int) -> str:
-    """What computes attention of a training step here, and why what is tried before does
+    """Says what computes attention of a training step here, and why what is tried before does
     not, in one line."""
     T, K = m.max_target_length, m.num_kv_heads
     widths = m.head_dim, m.head_dim

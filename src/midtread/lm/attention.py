@@ -81,8 +81,8 @@ class Attention(nnx.Module):
         return self.out(out.reshape(B, T, H * h)), cache
 
     def heads(self, x: jax.Array) -> list[jax.Array]:
-        """Queries, keys and values [B, T, heads h], not turned yet: three arrays, or all of
-        them in one, where one matmul makes them."""
+        """Returns queries, keys and values [B, T, heads h], not turned yet: three arrays, or
+        all of them in one, where one matmul makes them."""
         if not self.norms and self.query.widths is not None:
             return [self.query(x)]
         q, k, v = side_by_side(x, self.query, self.key, self.value)
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
         return [q, k, v]
 
     def normed(self, norm: Callable, x: jax.Array) -> jax.Array:
-        """Queries or keys, normed together or head by head."""
+        """Norms queries or keys, together or head by head."""
         if self.norms == "all":
             return norm(x)
         by_head = x.reshape(*x.shape[:2], -1, self.shape[1])
@@ -100,8 +100,8 @@ class Attention(nnx.Module):
     def placed(
         self, heads: list[jax.Array], left: Pending | None, place: Place, cache: Any
     ):
-        """Queries, turned by their positions; the keys and values to look at, which are
-        their own or, with these in it, the cache's; and that cache."""
+        """Returns queries, turned by their positions; the keys and values to look at, which
+        are their own or, with these in it, the cache's; and that cache."""
         written = cache is not None and self.written(heads, left, place, cache)
         if written:
             q, cache = written
@@ -122,8 +122,8 @@ class Attention(nnx.Module):
         place: Place,
         cache: kv.Cache,
     ) -> tuple[jax.Array, kv.Cache] | None:
-        """Turned queries of one token a sequence, and the cache with its keys and values,
-        by a kernel that does all of that; None if none does."""
+        """Returns turned queries of one token a sequence, and the cache with its keys and
+        values, by a kernel that does all of that; None if none does."""
         if heads[0].shape[1] != 1 or here().why_not("nvidia") is not None:
             return None
         all_heads = heads[0] if len(heads) == 1 else jnp.concatenate(heads, -1)
@@ -140,13 +140,13 @@ class Attention(nnx.Module):
         return out.q[:, None], dataclasses.replace(cache, rows=rows)
 
     def turned(self, x: jax.Array, place: Place) -> jax.Array:
-        """Queries or keys, turned by their positions."""
+        """Turns queries or keys by their positions."""
         rotary, frequency = self.rotary(place)
         return rotary.rotate(x, place.positions, frequency)
 
     def rotary(self, place: Place) -> tuple[rope.Rope, jax.Array | None]:
-        """The rotary embedding of this layer, and its frequencies where they are known
-        only when it runs."""
+        """Returns the rotary embedding of this layer, and its frequencies where they are
+        known only when it runs."""
         far, near = self.ropes
         if self.is_local is not None or far == near:
             return near if self.is_local else far, None
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
         return far, jnp.where(place.is_local, *both)
 
     def window_at(self, place: Place) -> int | jax.Array | None:
-        """Tokens that this layer looks back on; None: all."""
+        """Returns how many tokens this layer looks back on; None: all."""
         if self.is_local is None:
             return jnp.where(place.is_local, self.window, jnp.iinfo(jnp.int32).max)
         return self.window if self.is_local else None

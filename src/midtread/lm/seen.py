@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def document_starts(segments: jax.Array) -> jax.Array:
-    """Where each token's document begins, from which document it belongs to, both [B T].
+    """Returns where each token's document begins, from which one it belongs to, both [B T].
 
     A document is a run of equal numbers.
 
@@ -54,7 +54,7 @@ class Seen:
     window: int | None = None
 
     def mask(self, S: int) -> jax.Array:
-        """The same as booleans [B, T, S]."""
+        """Returns the same as booleans [B, T, S]."""
         slots = jnp.arange(S)
         return (slots >= self.first[..., None]) & (slots < self.stop[..., None])
 
@@ -62,7 +62,7 @@ class Seen:
 def seen_by(
     place: Place, cache: Any = None, window: int | jax.Array | None = None
 ) -> Seen:
-    """What each token sees: its document up to itself, or the cache up to its slot.
+    """Returns what each token sees: its document up to itself, or the cache up to its slot.
 
     Args:
         window: tokens that it looks at, itself among them; None: all before it. An array
