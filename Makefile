@@ -19,12 +19,15 @@ demo: $(VENV)/demo.installed
 examples: $(VENV)/demo.installed
 	@for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
-# Files of whole models are a run of their own, which compiles quicker (tests/conftest.py).
+# Tests that round to fnuz formats or to floats of four bits need emitters of XLA's that compile
+# slower; all others do without (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-MODELS := $(filter-out tests/lm/test_codes.py,$(wildcard tests/lm/test_*.py))
+ROUNDING := tests/numerics tests/laws/test_numerics.py tests/algorithms/test_solve.py \
+	tests/interop/test_export.py tests/lm/test_codes.py \
+	$(addprefix tests/peers/test_,lm.py ml_dtypes.py qwix.py)
 test: lint docs
-	$(PYTEST) --doctest-modules src tests $(addprefix --ignore=,$(MODELS))
-	$(PYTEST) $(MODELS)
+	$(PYTEST) --doctest-modules src $(ROUNDING)
+	$(PYTEST) --old-emitters tests $(addprefix --ignore=,$(ROUNDING))
 	$(MAKE) newest
 
 lint: $(VENV)/dev.installed

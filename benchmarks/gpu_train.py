@@ -1,7 +1,7 @@
 """How fast does the trainer train? Steps of `midtread train` on one NVIDIA GPU.
 
     JAX_PLATFORMS=cuda,cpu python benchmarks/gpu_train.py [row ...] [--attention NAME]
-        [--results FILE] [--seconds N] [--tiny]
+        [--results FILE] [--seconds N] [--tiny] [--cache FOLDER] [--compile]
 
 Rows, in this order; none named: all.
     bf16 int8 fp8_full delayed current   4 layers of Llama-8B, 4 x 4,096 tokens, documents
@@ -15,9 +15,12 @@ Rows, in this order; none named: all.
     update                               the optimizer's update alone, against optax's
     long long-int8                       2 x 8,192 tokens
     llama3-8b llama3-8b-codes            all of it: delayed fp8, 8-bit AdamW, bf16 weights
+    llama3-8b-unrolled                   the same with scan_unroll=32
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
+--compile compiles, from shapes, and does not run; with the same --cache another command then
+need not compile.
 TFLOP/s count what the model needs (lm/roofline.py: model_flops), not what is computed again.
 """
 
@@ -31,10 +34,11 @@ import numpy as np
 import optax
 
 from midtread import optim
-from midtread.lm import attention, build, roofline, settings, step
+from midtread.lm import attend, build, roofline, settings, stacks, step
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
+from midtread.optim import slices
 
 LLAMA = ["model_name=llama3-8b", "dataset_type=synthetic"]
 FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
@@ -60,6 +64,7 @@ ROWS = {
     "delayed-none": [*FOUR, *DELAYED, "remat_policy=none"],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
+    "llama3-8b-unrolled": [*ALL, "remat_policy=minimal", "scan_unroll=32"],
     "unscanned": [*FOUR, "scan_layers=false"],
     "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
     "codes": [*FOUR, *INT8, "remat_policy=quantized"],
@@ -91,25 +96,55 @@ def packed_batch(config: Config) -> dict:
     return stack([rows[i] for i in range(config.batch_size)])
 
 
+def shapes(net, t: Training) -> step.State:
+    """The state that a run begins with, as shapes."""
+    parts = step.take_apart(net)
+
+    def begin(learned, kept):
+        moments = step.optimizer(t).init(learned)
+        return step.State(jnp.zeros((), jnp.int32), learned, kept, moments, {})
+
+    return jax.eval_shape(begin, parts.learned, parts.kept)
+
+
+def compile_row(config: Config) -> dict:
+    """Seconds of compiling and bytes of a step; nothing is allocated."""
+    m, t = section(config, Model), section(config, Training)
+    net = build.for_training(config, models.abstract(m))
+    parts, state = step.take_apart(net), shapes(net, t)
+    if stacks.why_stacked(m, t) is None:
+        state = stacks.apart(state, functools.partial(jax.eval_shape, slices.cut))
+    setup = step.Setup(m, t, parts.graph, config.seed)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    batch = jax.tree.map(like, packed_batch(config))
+    started = time.perf_counter()
+    compiled = step.run.lower(setup, state, parts.random, batch).compile()
+    seconds = time.perf_counter() - started
+    return {"compile s": seconds, "GiB": peak_bytes(compiled) / 2**30}
+
+
+def peak_bytes(compiled) -> int:
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return peak + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
 def train_row(config: Config, calls: int = 10) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
-    chosen = attention.describe(m, config.batch_size).split(" ")[1]
+    chosen = attend.describe(m, config.batch_size).split(" ")[1]
     net = build.for_training(config, models.create(m, config.seed))
     state, parts = step.initial(net, t)
     del net
-    why_stacked = step.why_stacked(m, t)
+    why_stacked = stacks.why_stacked(m, t)
     if why_stacked is None:
-        state = step.apart(state)
+        state = stacks.apart(state)
     how = step.Setup(m, t, parts.graph, config.seed)
     parts = parts._replace(learned=None, kept=None)
     batch = jax.device_put(packed_batch(config))
     started = time.perf_counter()
     compiled = step.run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
     for _ in range(2):
         state, metrics = compiled(state, parts.random, batch)
     first = float(metrics["loss"])
@@ -125,7 +160,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
     share = flops / device.flops["bf16"] if device else float("nan")
     return {
         "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
-        "of bf16 peak": share, "GiB": peak / 2**30, "compile s": compile_seconds,
+        "of bf16 peak": share, "GiB": peak_bytes(compiled) / 2**30, "compile s": compile_seconds,
         "loss": (first, float(metrics["loss"])), "attention": chosen,
         "weights": why_stacked or "a slice for each layer",
     }  # fmt: skip
@@ -185,8 +220,11 @@ def main() -> None:
     parser.add_argument("--results", default="gpu_train.txt")
     parser.add_argument("--seconds", type=float, default=430)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--cache", help="a folder of compiled programs")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    jax.config.update("jax_compilation_cache_dir", None)  # compile times are results
+    # Compile times are results, unless a folder is named.
+    jax.config.update("jax_compilation_cache_dir", options.cache)
     started, base = time.perf_counter(), None
     with open(options.results, "a") as results:
 
@@ -206,9 +244,12 @@ def main() -> None:
                         say(f"update {kind}: {text}")
                     continue
                 config = config_of(ROWS[name], options.attention, options.tiny)
-                row = train_row(config, 4 if name.startswith("llama3") else 10)
-                base = row["ms"] if name == "bf16" else base
-                if base and ROWS[name][: len(FOUR)] == FOUR:
+                calls = 4 if name.startswith("llama3") else 10
+                row = (
+                    compile_row(config) if options.compile else train_row(config, calls)
+                )
+                base = row.get("ms") if name == "bf16" else base
+                if base and "ms" in row and ROWS[name][: len(FOUR)] == FOUR:
                     row["x bf16"] = base / row["ms"]
                 say(f"{name}: " + ", ".join(f"{k} {show(v)}" for k, v in row.items()))
             except Exception as error:  # noqa: BLE001  a row that fails is a result

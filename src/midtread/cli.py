@@ -35,8 +35,8 @@ def _keep_compiled(folder: str) -> None:
     if not folder or jax.config.jax_compilation_cache_dir:
         return
     if jax.config.jax_enable_compilation_cache:
-        place = pathlib.Path(folder).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(place))
+        cache = pathlib.Path(folder).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def _train(words: Sequence[str]) -> None:
@@ -186,8 +186,8 @@ def _report_runs(words: Sequence[str]) -> None:
     checkpoints = settings.load_checkpoints(words)
     _keep_compiled(checkpoints[0][1].jax_cache_dir)
     first = pathlib.Path(checkpoints[0][0])
-    place = first if len(checkpoints) == 1 else first.parent
-    page = run.write(evals.reported(checkpoints), place / "report.html")
+    folder = first if len(checkpoints) == 1 else first.parent
+    page = run.write(evals.reported(checkpoints), folder / "report.html")
     Terminal().say(f"report: {page}")
 
 
@@ -214,7 +214,7 @@ def _explain(words: Sequence[str]) -> None:
     import contextlib
 
     from midtread.kernels.environment import pretended
-    from midtread.lm import attention, build, settings, step
+    from midtread.lm import attend, build, settings, stacks
     from midtread.lm import model as models
     from midtread.lm.config import Model, Training, section
 
@@ -227,11 +227,11 @@ def _explain(words: Sequence[str]) -> None:
     device = options.get("device")
     if "serve" not in options:
         is_pruned = config.weight_sparsity_n is not None
-        how = {"is_pruned": is_pruned, "is_on_mesh": bool(config.mesh)}
+        facts = {"is_pruned": is_pruned, "is_on_mesh": bool(config.mesh)}
         both = section(config, Model), section(config, Training)
         with pretended(device) if device else contextlib.nullcontext():
-            print(step.describe_layers(*both, **how))
-            print(attention.describe(section(config, Model), config.batch_size))
+            print(stacks.describe(*both, **facts))
+            print(attend.describe(section(config, Model), config.batch_size))
     if config.mesh:
         from midtread.lm import memory, mesh, roofline
 

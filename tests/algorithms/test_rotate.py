@@ -226,8 +226,12 @@ def test_inputs_turned_online_spread_outliers(key):
     names = ["rotate", "correct", "awq", "gptq", "learn"]
     best = calibrate(model, provider(), [x], algorithms=names, options=options)
     assert far(best.model) < far(turned.model)
+    # Without being asked for where inputs are quantized, and only there.
+    asked = calibrate(model, provider(), [x], algorithms=["rotate", "round"])
+    assert far(asked.model) == far(turned.model)
+    alone = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int4")])
     with pytest.raises(ValueError, match=r"places=\('online',\)"):
-        calibrate(model, provider(), [x], algorithms=["rotate", "round"])
+        calibrate(model, alone, [x], algorithms=["rotate", "round"])
 
 
 def test_values_may_be_turned_online_too(key):

@@ -4,36 +4,21 @@ Tunix 0.1.7 wants a Python of its own, which docs/from-qwix.md makes. Qwix itsel
 and QLoRA of some of them; here every model runs.
 """
 
-import json
+import functools
 import os
-import pathlib
-import subprocess
 
-import pytest
+from tests.clients.programs import WITH_US, needs, run
 
-ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = os.environ.get("TUNIX_PYTHON")
 # the largest relative error against the float model: new adapters add nothing
 LIMITS = {"lora": 1e-6, "qlora": 0.03, "ptq": 0.03}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="TUNIX_PYTHON is not set: see docs/from-qwix.md"),
-]  # fmt: skip
-
-
-def run(options):
-    program = ROOT / "tests/clients/tunix_program.py"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"),
-           "XLA_FLAGS": ""}  # fmt: skip
-    command = [str(PYTHON), *options, str(program)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+pytestmark = needs("TUNIX_PYTHON")
 
 
 def test_every_model_runs_as_on_qwix_or_better():
-    theirs, ours = run([]), run(["-m", "midtread.interop.qwix"])
+    program = functools.partial(run, PYTHON, name="tunix_program.py")
+    theirs, ours = program(options=()), program(options=WITH_US)
     for name, found in ours.items():
         assert not isinstance(found, str), (name, found)
         error, num_codes = found

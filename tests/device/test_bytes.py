@@ -7,6 +7,7 @@ import gc
 import json
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -33,9 +34,18 @@ def _standard_promotion():
         yield
 
 
+# XLA's allocator gives a free piece of memory whole where less than half of it would be left
+# over, so that what it counts depends on what ran before in this process. A copy of one MLP
+# weight in bfloat16 would be more than this.
+ALLOCATED = 0.1
+
+
 def in_use(device):
+    """(bytes of arrays that are alive, bytes that the allocator has given out)."""
     gc.collect()
-    return device.memory_stats()["bytes_in_use"]
+    alive = [x for x in jax.live_arrays() if x.devices() == {device}]
+    arrays = sum(x.on_device_size_in_bytes() for x in alive)
+    return np.array([arrays, device.memory_stats()["bytes_in_use"]])
 
 
 def checkpoint(folder, config):
@@ -59,11 +69,13 @@ def test_bytes_held_are_what_the_format_promises(tmp_path, gpu, value):
     assert convert.nbytes(arrays) == promised
     held = sum(x.on_device_size_in_bytes() for x in arrays)
     assert held == pytest.approx(promised, rel=0.01)
-    assert in_use(gpu) - before == pytest.approx(promised, rel=0.02)
+    alive, allocated = in_use(gpu) - before
+    assert alive == pytest.approx(promised, rel=0.01)
+    assert allocated == pytest.approx(promised, rel=ALLOCATED)
 
     made = generate(net, tokenizer(config), config, ["import os"])
     assert len(made.tokens[0]) == 4
-    kept = (
-        in_use(gpu) - before
-    )  # the text is made, and no weight was left behind in float
-    assert kept == pytest.approx(promised, rel=0.02, abs=4 << 20)
+    # The text is made, and no weight was left behind in float.
+    alive, allocated = in_use(gpu) - before
+    assert alive == pytest.approx(promised, rel=0.01, abs=4 << 20)
+    assert allocated == pytest.approx(promised, rel=ALLOCATED, abs=4 << 20)

@@ -17,21 +17,10 @@ from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import implementation
 from midtread.kernels.weight_matmul import few_codes
 from tests.kernels import test_attention as flash
+from tests.kernels.plans import error, random, wide
 from tests.kernels.test_grouped import attention
 
 pytestmark = pytest.mark.gpu
-
-
-def random(seed, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
-
-
-def wide(x):
-    return np.asarray(x).astype(np.float32)
-
-
-def error(got, want):
-    return np.linalg.norm(wide(got) - wide(want)) / np.linalg.norm(wide(want))
 
 
 def quantize(x, name, **how):

@@ -132,3 +132,43 @@ def test_a_loop_writes_its_cache_in_place(value, cache_format):
     assert np.mean(first) > 0.7  # random weights: some two logits are nearly equal
     same = [x == y for i in range(32) for x, y in zip(tokens["xla"][i], tokens[None][i])]  # fmt: skip
     assert np.mean(same) > 0.3  # after one other token all are others
+
+
+READS = [
+    ["quantization="],
+    ["quantization=", "scan_layers=false"],
+    ["quantization=int8w"],
+    ["quantization=int4w"],
+    ["quant=[{weight_qtype: e4m3}]"],
+    ["quant=[{weight_qtype: nf4, tile_size: 64}]"],
+    ["quant=[{weight_qtype: mxfp4}]", "scan_layers=false"],
+]
+HANDED_ON = {"parameter", "get-tuple-element", "bitcast"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("words", READS, ids=str)
+def test_no_weight_is_copied_in_a_compiled_step(words):
+    """Outside of fusions, whose matmuls read them, nothing is made that is as large as a weight
+    of a layer and has its shape: in elements, or in bytes of packed codes."""
+    config = settings.load([*WORDS, *words])
+    m = section(config, Model)
+    net = decode.prepare(convert.in_memory(config, model.create(m)))
+    server = decode.Server(net, m, slots=2, length=96)
+    arguments = (server._weights, server._slots, server._seed, 16)
+    text = server._program.go_on.lower(*arguments).compile().as_text()
+    shapes = {x.shape for x in server._weights if x.ndim == 2 and x.size >= 1024 * 512}
+    assert shapes
+    shapes |= {(k, n // 2) for k, n in shapes}
+    shapes = {",".join(map(str, shape)) for shape in shapes}
+    within = set(re.findall(r"calls=(%[\w.-]+)", text))
+    made, computation = [], ""
+    for line in text.splitlines():
+        if line.endswith("{") and (
+            begun := re.match(r"(?:ENTRY )?(%[\w.-]+) \(", line)
+        ):
+            computation = begun[1]
+        found = re.match(r"\s+(?:ROOT )?%[\w.-]+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if found and computation not in within and found[1] in shapes:
+            made += [] if found[2] in HANDED_ON else [line.strip()[:200]]
+    assert not made, "\n".join(made)

@@ -48,3 +48,23 @@ def test_a_format_and_a_recipe_are_a_row_each(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert "int12" in ran.stdout
+
+
+def test_answers_are_short():
+    """An answer to "How do I add ..." names one place in at most ten lines."""
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## How do I add ...")[2]
+    answers = re.split(r"^\*\*(?=an? )", page, flags=re.MULTILINE)[1:]
+    asked = (
+        "format",
+        "calibration",
+        "recipe",
+        "op",
+        "kernel",
+        "provider",
+        "key",
+        "value",
+    )
+    for name, answer in zip(asked, answers, strict=True):
+        assert re.match(rf"an? {name}\b", answer), answer
+        lines = [line for line in answer.splitlines() if line.strip()]
+        assert len(lines) <= 10 and "`" in answer, answer

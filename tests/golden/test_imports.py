@@ -33,6 +33,16 @@ def test_imports_go_one_way():
                 assert layer in FLAX, (path, name)
 
 
+def test_every_folder_has_a_map():
+    """The docstring of a folder names each file in it; that of the package is a tour."""
+    for init in ROOT.glob("*/**/__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        files = {path.stem for path in init.parent.glob("*.py")}
+        folders = {path.parent.name for path in init.parent.glob("*/__init__.py")}
+        lacking = [name for name in files | folders if name not in text]
+        assert not [n for n in lacking if not n.startswith("__")], (init, lacking)
+
+
 def test_private_names_stay_put():
     for path in ROOT.glob("**/*.py"):
         for name in imports(path):

@@ -46,7 +46,7 @@ def error(got, want):
 # --- values -----------------------------------------------------------------------------------
 
 # Format, group, rows, columns (fma takes wide weights, dot the others), options. The script
-# benchmarks/gpu_formats.py has all products of them, on a GPU.
+# tests/device/test_formats.py has all products of them, on a GPU.
 CASES = [
     ("uint4", 32, 1, 8192, MINMAX),
     ("uint4", 64, 17, 256, MINMAX),

@@ -16,7 +16,7 @@ from midtread.kernels import choose
 from midtread.kernels.candidates import first
 from midtread.kernels.environment import here, implementation, pretended
 from midtread.kernels.hopper.shared_memory import SHARED
-from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.kernels.quantize import triton as quantize_triton
 from midtread.kernels.quantize.operand import Operand
 from midtread.kernels.scaled_matmul import adapter as scaled_adapter
@@ -34,28 +34,17 @@ from tests.kernels.plans import (
     INTERPRETED,
     by_weight,
     coded,
+    error,
     floats,
     matmul,
+    needs_interpreter,
+    random,
     reason,
+    wide,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
-needs_interpreter = pytest.mark.skipif(
-    InterpretGPUParams is None, reason="Mosaic GPU is interpreted from jax 0.12 on"
-)
 SHAPE = jax.ShapeDtypeStruct
-
-
-def random(seed, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
-
-
-def wide(x):
-    return np.asarray(x).astype(np.float32)
-
-
-def error(got, want):
-    return np.linalg.norm(wide(got) - wide(want)) / np.linalg.norm(wide(want))
 
 
 def uses_kernel(fn, *args):

@@ -10,7 +10,7 @@ import pytest
 
 import midtread as mt
 from midtread.kernels.environment import implementation, pretended
-from midtread.kernels.pallas_compat import InterpretGPUParams, pretend_gpu
+from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.kernels.scaled_matmul import adapter as scaled_adapter
 from midtread.kernels.weight_matmul import many_rows
 from midtread.kernels.weight_matmul.hopper_prefill import pipeline as prefill_pipeline
@@ -25,17 +25,12 @@ from tests.kernels.plans import (
     coded,
     floats,
     matmul,
+    needs_interpreter,
+    random,
     reason,
 )
 
-needs_interpreter = pytest.mark.skipif(
-    InterpretGPUParams is None, reason="Mosaic GPU is interpreted from jax 0.12 on"
-)
 SHAPE = jax.ShapeDtypeStruct
-
-
-def random(seed, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.RandomState(seed).randn(*shape), dtype)
 
 
 def error(got, want):

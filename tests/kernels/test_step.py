@@ -24,8 +24,8 @@ from midtread.lm import cache as kv
 from midtread.lm import rope
 from midtread.numerics.formats import as_format
 from midtread.numerics.spec import Spec
-from tests.kernels.plans import H200, floats, reason
-from tests.kernels.test_gpu import SHAPE, error, lower, random, wide
+from tests.kernels.plans import H200, error, floats, random, reason, wide
+from tests.kernels.test_gpu import SHAPE, lower
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 

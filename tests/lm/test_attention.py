@@ -10,11 +10,12 @@ from flax import nnx
 
 import midtread as mt
 from midtread import cli
-from midtread.lm import attention, blockwise, settings
+from midtread.lm import blockwise, settings
 from midtread.lm import cache as kv
 from midtread.lm import model as models
-from midtread.lm.attention import Call, Place, attend, document_starts, seen_by
+from midtread.lm.attend import Call, _kept, attend, choose_for
 from midtread.lm.config import Model, UsageError, section
+from midtread.lm.seen import Place, document_starts, seen_by
 
 #        B, T, S, H, K, h, w, and what else
 SHAPES = {
@@ -149,7 +150,7 @@ def test_a_librarys_kernel_runs_once(key):
         of = lambda q, k, v: jnp.sum(run(Call(q, k, v, seen, 8**-0.5)) * g)
         return jax.grad(jax.checkpoint(of, policy=policy), (0, 1, 2))
 
-    plain, kept = gradients(of_jax), gradients(attention._kept(of_jax))
+    plain, kept = gradients(of_jax), gradients(_kept(of_jax))
     for a, b in zip(jax.jit(plain)(q, k, v), jax.jit(kept)(q, k, v), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     dots = lambda fn: str(jax.make_jaxpr(fn)(q, k, v)).count(" dot_general[")
@@ -163,10 +164,10 @@ def call(key, T, dtype=jnp.bfloat16, **how):
 
 
 def test_the_first_that_can_is_taken(key):
-    choice = attention.choose_for(call(key, 128))
+    choice = choose_for(call(key, 128))
     assert choice.name == "plain"
     assert "not an NVIDIA GPU" in dict(choice.refused)["cudnn"]
-    choice = attention.choose_for(call(key, 1024))
+    choice = choose_for(call(key, 1024))
     assert choice.name == "blockwise"
     assert "1024 x 1024" in dict(choice.refused)["plain"]
 

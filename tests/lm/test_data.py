@@ -92,6 +92,11 @@ def test_files_of_text(tmp_path, capsys):
         with pytest.raises(UsageError, match=expected):
             kind = f"dataset_type={kind}"
             data.splits(settings.load(["tiny", kind, f"dataset_path={path}"]))
+    (tmp_path / "folder").mkdir()
+    for kind, expected in (("text", "no text files"), ("jsonl", "no .jsonl files")):
+        words = [f"dataset_type={kind}", f"dataset_path={tmp_path / 'folder'}"]
+        with pytest.raises(UsageError, match=f"this folder has {expected}"):
+            data.splits(settings.load(["tiny", *words]))
 
 
 def test_tokenizers(tmp_path):

@@ -11,9 +11,9 @@ from jax.extend.core import jaxprs_in_params
 
 import midtread as mt
 from midtread.lm import cache
-from midtread.lm.attention import Place
 from midtread.lm.config import Model
 from midtread.lm.latent import LatentAttention
+from midtread.lm.seen import Place
 
 # No two of heads, ranks, widths and the cache's length are alike.
 M = Model(attention_type="mla", num_query_heads=3, num_kv_heads=3, emb_dim=24,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from midtread.lm import build, data, memory, settings, step
+from midtread.lm import build, data, memory, settings, stacks, step
 from midtread.lm import model as models
 from midtread.lm.config import Model, Training, UsageError, section
 from tests.lm.curves import curve
@@ -47,7 +47,7 @@ def traced(words, is_apart=False) -> jax.stages.Traced:
     state, parts = step.initial(build.for_training(config, models.create(m)), t)
     batch = data.held_out(data.splits(config).train, config)[0]
     setup = step.Setup(m, t, parts.graph, 0)
-    state = step.apart(state) if is_apart else state
+    state = stacks.apart(state) if is_apart else state
     return step.run.trace(setup, state, parts.random, batch)
 
 

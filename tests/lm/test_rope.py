@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from midtread.lm import attention, rope, settings
+from midtread.lm import rope, settings
+from midtread.lm.attend import attend
 from midtread.lm.config import Model, UsageError
+from midtread.lm.seen import Place, seen_by
 
 YARN = "yarn,factor:40,original_max_position_embeddings:4096,mscale:1,mscale_all_dim:1"
 LLAMA = "llama3,factor:8,original_max_position_embeddings:8192"
@@ -41,13 +43,13 @@ def test_logits_grow_as_they_should(key):
     short = "yarn,factor:40,original_max_position_embeddings:4096"
     q, k, v = jax.random.normal(key, (3, 1, 6, 2, 16))
     positions = jnp.arange(6)[None]
-    seen = attention.seen_by(attention.Place(positions))
+    seen = seen_by(Place(positions))
     made = []
     for r in (of(short), of(YARN)):
         turned = (r.rotate(x, positions) for x in (q, k))
-        made.append(attention.attend(*turned, v, seen, scale=r.logits_gain / 4))
+        made.append(attend(*turned, v, seen, scale=r.logits_gain / 4))
     np.testing.assert_allclose(made[0], made[1], atol=1e-6)
-    plain = attention.attend(q, k, v, seen)
+    plain = attend(q, k, v, seen)
     assert float(jnp.abs(made[0] - plain).max()) > 0.1
 
 

@@ -287,6 +287,7 @@ WRONG = {
         "group_size=32 is about stored weights",
     ),
     "a stop of two": (["generate", "{run}", "stop=[ab]"], "a stop is one: write"),
+    "one stop, of two": (["generate", "{run}", "stop=ab"], "a stop is one: write"),
     "no such cache": (
         ["generate", "{run}", "quantize_kvcache=true", "kv_quant_dtype=int2"],
         "int8 | int4 | fp8",

@@ -18,7 +18,17 @@ import pytest
 from flax import nnx
 
 from midtread import cli
-from midtread.lm import build, checkpoint, data, model, settings, step, stream
+from midtread.lm import (
+    build,
+    checkpoint,
+    data,
+    model,
+    optimizer,
+    settings,
+    stacks,
+    step,
+    stream,
+)
 from midtread.lm.config import Model, Training, UsageError, section
 from midtread.lm.train import Diverged, check_loss, read, train
 
@@ -266,7 +276,7 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole(tmp_path):
 
 def test_norms_do_not_decay():
     net = model.abstract(Model(num_decoder_layers=2))
-    decays = step._decays(step.take_apart(net).learned)
+    decays = optimizer._decays(step.take_apart(net).learned)
     flat = jax.tree_util.tree_leaves_with_path(decays)
     kinds = {
         str(path[-2].key if hasattr(path[-2], "key") else path[-1]): v
@@ -277,7 +287,7 @@ def test_norms_do_not_decay():
 
 def test_the_learning_rate_warms_up_and_ends():
     t = Training(steps=100, learning_rate=1.0)
-    rate = step.schedule(t)
+    rate = optimizer.schedule(t)
     assert float(rate(0)) == 0 and float(rate(10)) == 1.0
     np.testing.assert_allclose(float(rate(100)), 0.1, rtol=1e-5)
 
@@ -285,7 +295,7 @@ def test_the_learning_rate_warms_up_and_ends():
 def test_adamw_is_optax(key):
     t = Training(steps=10, gradient_clipping_threshold=0, adam_weight_decay=0)
     params = {"w": jax.random.normal(key, (4,))}
-    tx, ref = step.optimizer(t), optax.adam(step.schedule(t), b2=0.95)
+    tx, ref = optimizer.optimizer(t), optax.adam(optimizer.schedule(t), b2=0.95)
     ours, _ = tx.update(params, tx.init(params), params)
     theirs, _ = ref.update(params, ref.init(params), params)
     np.testing.assert_array_equal(ours["w"], theirs["w"])
@@ -323,22 +333,22 @@ def test_moments_in_few_bits_go_on_bit_for_bit(tmp_path):
 
 def test_what_keeps_weights_stacked():
     m, t = Model(num_decoder_layers=2, scan_unroll=2), Training()
-    assert step.why_stacked(m, t) is None
+    assert stacks.why_stacked(m, t) is None
     scanned = dataclasses.replace(m, scan_unroll=1)
-    assert "scan_unroll" in step.why_stacked(scanned, t)
+    assert "scan_unroll" in stacks.why_stacked(scanned, t)
     other = dataclasses.replace(t, opt_type="adafactor")
-    assert "adafactor" in step.why_stacked(m, other)
+    assert "adafactor" in stacks.why_stacked(m, other)
     state, _ = step.initial(model.create(m), t)
     size = sum(x.nbytes for x in jax.tree.leaves(state))
-    assert step.why_stacked(m, t, room=3 * size, state=state) is None
-    assert "no room" in step.why_stacked(m, t, room=size, state=state)
+    assert stacks.why_stacked(m, t, room=3 * size, state=state) is None
+    assert "no room" in stacks.why_stacked(m, t, room=size, state=state)
 
 
 def test_the_norm_of_bfloat16_gradients_is_float32(key):
     grads = {"w": jax.random.normal(key, (512, 64)).astype(jnp.bfloat16)}
     want = np.linalg.norm(np.asarray(grads["w"], np.float64))
-    np.testing.assert_allclose(step.norm(grads), want, rtol=1e-5)
-    clipped, _ = step.clip(1.0).update(grads, optax.EmptyState())
+    np.testing.assert_allclose(optimizer.norm(grads), want, rtol=1e-5)
+    clipped, _ = optimizer.clip(1.0).update(grads, optax.EmptyState())
     theirs, _ = optax.clip_by_global_norm(1.0).update(
         {"w": grads["w"].astype(jnp.float32)}, optax.EmptyState()
     )

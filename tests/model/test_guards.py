@@ -22,7 +22,7 @@ def served():
 def test_codes_are_not_trained(served):
     with pytest.raises(ValueError, match=r"int8 \[8, 4\].*wrt=nnx.LoRAParam"):
         nnx.Optimizer(served, optax.adam(1e-3), wrt=nnx.Param)
-    with pytest.raises(TypeError, match="int8"):  # JAX's own words: an integer
+    with pytest.raises(TypeError, match="int8.*codes of a quantized model.*LoRAParam"):
         nnx.grad(lambda model: model(X).sum())(served)
 
 
@@ -41,9 +41,27 @@ def test_adapters_and_floats_are_trained(served):
 
 
 def test_forward_mode_is_answered(served):
-    for way in (jax.jvp, lambda f, x, _: jax.jacfwd(f)(*x)):
+    ways = [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.jvp(jax.jit(f), (X,), (X,)),
+        lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X),
+        lambda f: jax.jacfwd(f)(X),
+        lambda f: jax.jacfwd(jax.jit(f))(X),
+    ]
+    for way in ways:
         with pytest.raises(TypeError, match="no forward-mode derivative .*jax.jacrev"):
-            way(lambda x: served(x), (X,), (X,))
+            way(lambda x: served(x))
+    with pytest.raises(TypeError, match="custom_vjp") as theirs:
+        jax.jvp(jax.jit(_with_its_own_gradient), (X,), (X,))
+    assert "quantized" not in str(theirs.value)
+
+
+@jax.custom_vjp
+def _with_its_own_gradient(x):
+    return x
+
+
+_with_its_own_gradient.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 
 def test_missing_statistics_and_scales_are_named():
@@ -59,3 +77,28 @@ def test_missing_statistics_and_scales_are_named():
     model = mt.quantize_model(dense, mt.PtqProvider([static]))
     with pytest.raises(ValueError, match="lack 'dot_general0_lhs_scale'.*quant_stats"):
         model.apply(codes, X)
+
+
+@pytest.mark.parametrize(
+    "mistake, words",
+    [
+        (lambda: mt.PtqProvider(["int8"]), "'int8' is not a rule: write mt.Q"),
+        (lambda: mt.quantize_model(nn.Dense(4), [INT8]), "not a list: write .*PtqProv"),
+        (lambda: mt.quantize_model(nn.Dense(4), mt.PtqProvider), "not the class Ptq"),
+        (
+            lambda: mt.quantize(X, "int8", tiled_axes=[4]),
+            r"not a mapping: write \{0: 128",
+        ),
+        (
+            lambda: mt.apply_lora_to_model(nn.Dense(4), mt.PtqProvider([INT8])),
+            "not a PtqProvider's: write mt.LoraProvider",
+        ),
+    ],
+)
+def test_a_thing_of_another_kind_is_named(mistake, words):
+    with pytest.raises(TypeError, match=words):
+        mistake()
+
+
+def test_a_provider_shows_its_rules():
+    assert "weight_qtype='int8'" in repr(mt.PtqProvider([INT8]))

@@ -48,10 +48,8 @@ NOT_RUN = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    # quick compilations, of the same kind for both
-    flags = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
+    # one device, and else compiled as the other tests are
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     found = []
     for name, how in (("qwix", []), ("midtread", ["-m", "midtread.interop.qwix"])):
         out = folder / f"{name}.npz"

@@ -1,9 +1,6 @@
 """LoraProvider: adapters beside frozen weights, float or quantized, and what becomes of
 them afterwards."""
 
-import pathlib
-import re
-
 import flax
 import jax
 import jax.numpy as jnp
@@ -647,16 +644,6 @@ def test_other_rank_in_linen():
     model = apply_lora_to_model(Linen(), LoraProvider(rank=5, alpha=1.0))
     with pytest.raises(ValueError, match=r"kernel_lora_a has shape \(16, 3\).*rank 5"):
         model.apply({"params": params}, data())
-
-
-def test_the_page_runs(tmp_path, monkeypatch):
-    page = pathlib.Path(__file__).parents[2] / "docs" / "lora.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert blocks
-    monkeypatch.chdir(tmp_path)
-    scope: dict = {}
-    for block in blocks:
-        exec(block, scope)  # noqa: S102
 
 
 class Turned(nn.Module):

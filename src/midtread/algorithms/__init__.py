@@ -18,7 +18,12 @@ and one weight at a time is solved for, given what was collected.
     bias.py       biases that take back the mean of an error
     hqq.py        zero points and scales without data
     learn.py      codes and scales of all weights together, by gradients
+    chain.py      a program and its gradients, run stage by stage
     served.py     what is quantized in a model, and codes put into it
+    options.py    what a calibration is asked for, and which of that has a meaning
+    task.py       one calibration, and batches on their way through the model
+    statistics.py what is known of a weight's inputs when its turn comes
+    solver.py     one weight, by all algorithms that act on it
     calibrate.py  all of it: float model and data in, quantized model out
     resume.py     solved weights in a folder, to go on after a kill
     offload.py    where activations lie meanwhile: device, host or disk

@@ -317,8 +317,9 @@ def _blocks(K: int, block: int) -> tuple[int, int]:
 # Unlike x.at[i].set(row), which is a scatter, this is written in place.
 _paste = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
 # Rows of a block that are written out: on a GPU a loop of single rows is all launches, and
-# between written-out rows only numbers pass; on a CPU it takes longer to compile, for nothing.
-UNROLLED = {"gpu": 8}
+# between written-out rows only numbers pass. They take longer to compile, which pays for wide
+# weights alone, and on a CPU never.
+UNROLLED, WIDE = {"gpu": 8}, 4096
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -340,7 +341,9 @@ def _rows_in_turn(start, own, grid: Grid, finish):
     Returns:
         (values, done), [block, n] both.
     """
-    size = math.gcd(len(start), UNROLLED.get(jax.default_backend(), 1))
+    rows, columns = start.shape
+    most = UNROLLED.get(jax.default_backend(), 1) if columns >= WIDE else 1
+    size = math.gcd(rows, most)
 
     def few(turn, state):
         values, done = state

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from midtread.algorithms.program import Program, outputs
+from midtread.algorithms.chain import Chain
+from midtread.algorithms.program import Program
 from midtread.numerics import hadamard, rounding, views
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
@@ -264,62 +266,133 @@ def solve(
         Codes, and the distance over all batches before and after. Where that did not fall,
         the codes are those that were given.
     """
-
-    def run(values: dict[int, jax.Array], biases: dict, params: dict, arrays: list):
-        given = {program.params[path]: b for path, b in biases.items()}
-        for number, first in users.items():
-            v = program.eqns[program.marks[number]["weight"]].outvars[0]
-            w = program.sites[number].as_operand(values[first])
-            given[v] = w.astype(v.aval.dtype)
-        return outputs(program, params, arrays, given)
-
-    def far(values, biases, params, arrays, wanted):
-        return distance(options.distance, run(values, biases, params, arrays), wanted)
-
+    chain = Chain(program, params, users)
     own = dict(biases or {})
-    # Weights are moved one by one, in a function that all of a shape share: in one with
-    # the model, some thousand small operations would take minutes to compile.
-    forward, slopes = jax.jit(run), jax.jit(jax.value_and_grad(far))
     apart = jax.jit(functools.partial(distance, options.distance))
-    wanted = lambda batch: forward(weights, {}, params, batch)
-    value = lambda n, q: dequantize(q).reshape(weights[n].shape)
+    far = jax.jit(jax.value_and_grad(functools.partial(distance, options.distance)))
+    floats: dict[int, jax.Array] = {}  # number of any site -> its weight as an operand
+    values: dict[int, jax.Array] = {}
+    groups = _groups(program, solved, users, specs)
+    states, codes_of = [], []
+    for group in groups:
+        ws, qs = ([of[n] for n in group.numbers] for of in (weights, solved))
+        state, q, *both = _begin(group.uses, options.start, ws, qs)
+        states.append(state)
+        codes_of.append(q)
+        for kept, operands in zip((floats, values), both):
+            kept.update(zip(group.sites, operands))
+    wanted = lambda batch: chain.outputs(floats, batch, {})
 
-    def mean(values: dict[int, jax.Array]) -> float:
-        out = lambda batch: forward(values, own, params, batch)
+    def mean() -> float:
+        out = lambda batch: chain.outputs(values, batch, own)
         parts = [float(apart(out(batch), wanted(batch))) for batch in batches]
         return sum(parts) / len(parts)
 
-    values = {n: value(n, q) for n, q in solved.items()}
-    before = mean(values)
-    states = {n: _start(weights[n], q, options.start) for n, q in solved.items()}
+    before = mean()
     for number in range(options.steps):
         turn, at = divmod(number, len(batches))
         if at == 0:
             key = jax.random.fold_in(jax.random.key(0), turn)
             order = jax.random.permutation(key, len(batches)).tolist()
         batch = batches[order[at]]
-        now, grads = slopes(values, own, params, batch, wanted(batch))
+        aim = wanted(batch)
+        towards = lambda outs, aim=aim: far(outs, aim)
+        now, slopes = chain.slopes(values, batch, own, towards)
         left = 1 - number / options.steps
-        for n, q in solved.items():
-            scale_rate = options.scale_rate if is_free(specs[n]) else 0.0
+        for i, group in enumerate(groups):
+            scale_rate = options.scale_rate if group.is_free else 0.0
             rates = jnp.array([options.rate * left, scale_rate * left])
-            args = q, grads.pop(n), jnp.float32(number + 1), rates
-            states[n], values[n] = _move(states[n], *args)
+            grads = [slopes.pop(n) for n in group.sites]
+            states[i], operands = _move(
+                group.uses,
+                states[i],
+                codes_of[i],
+                grads,
+                jnp.float32(number + 1),
+                rates,
+            )
+            values.update(zip(group.sites, operands))
         if (number + 1) % 20 == 0 or number + 1 == options.steps:
             say(f"learn: step {number + 1} of {options.steps}, distance {now:.4g}")
-    after = mean(values)
+    after = mean()
     say(f"learn: distance {before:.4g} before, {after:.4g} after")
     if after >= before:
         return solved, (before, before)
-    learned = {n: codes(state, solved[n]) for n, state in states.items()}
+    learned = {}
+    for group, state, q in zip(groups, states, codes_of):
+        learned.update(zip(group.numbers, _end(state, q)))
     return learned, (before, after)
 
 
-_start = jax.jit(start, static_argnums=2)
+class _Group(NamedTuple):
+    """Weights that are moved in one call, stacked: those of all layers that do the same."""
+
+    numbers: list[int]  # at which they were solved for
+    # of every weight: how each contraction with it turns it, and the dtype that it takes
+    uses: tuple[tuple[tuple[tuple[int, ...], Any], ...], ...]
+    sites: list[int]  # of those contractions, one weight's after the other's
+    is_free: bool
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _move(state: State, q: QArray, g: jax.Array, number, rates):
-    """A step, and the values that the weight then has."""
-    state = step(state, q, g, number, (rates[0], rates[1]))
-    return state, dequantize(codes(state, q)).reshape(g.shape)
+def _groups(program: Program, solved, users, specs) -> list[_Group]:
+    sites: dict[int, list[int]] = {}
+    for n, first in users.items():
+        sites.setdefault(first, []).append(n)
+    dtype = lambda n: program.eqns[program.marks[n]["weight"]].outvars[0].aval.dtype
+    alike: dict[Any, list[int]] = {}
+    for n, q in solved.items():
+        uses = tuple((program.sites[m].turn, dtype(m)) for m in sites[n])
+        kind = jax.tree.structure(q), tuple(x.shape for x in jax.tree.leaves(q))
+        alike.setdefault((uses, kind, is_free(specs[n])), []).append(n)
+    return [
+        _Group(
+            numbers,
+            (uses,) * len(numbers),
+            [m for n in numbers for m in sites[n]],
+            free,
+        )
+        for (uses, _, free), numbers in alike.items()
+    ]
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
+
+
+def _operands(uses, ws: jax.Array | Sequence[jax.Array]) -> list[jax.Array]:
+    """Weights as their contractions take them."""
+    return [w.transpose(t).astype(d) for own, w in zip(uses, ws) for t, d in own]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begin(uses, share: float, ws: list[jax.Array], qs: list[QArray]):
+    """(states, codes, operands in float, operands of the codes) of a group."""
+    w, q = _stacked(ws), _stacked(qs)
+    state = jax.vmap(functools.partial(start, share=share))(w, q)
+    return state, q, _operands(uses, ws), _operands(uses, jax.vmap(_values)(q, w))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _move(uses, state: State, q: QArray, grads: list[jax.Array], number, rates):
+    """A step of a group, and the operands that its weights then are."""
+    grads, by_weight = list(grads), []
+    for own in uses:
+        parts = [grads.pop(0).transpose(np.argsort(turn)) for turn, _ in own]
+        by_weight.append(sum(parts[1:], parts[0]))
+    g = jnp.stack(by_weight)
+    one = lambda state, q, g: step(state, q, g, number, (rates[0], rates[1]))
+    state = jax.vmap(one)(state, q, g)
+    moved = jax.vmap(_values)(jax.vmap(codes)(state, q), g)
+    return state, _operands(uses, moved)
+
+
+@jax.jit
+def _end(state: State, q: QArray) -> list[QArray]:
+    """The codes of every weight of a group."""
+    stack = jax.vmap(codes)(state, q)
+    each = range(len(state.units))
+    return [jax.tree.map(lambda x, i=i: x[i], stack) for i in each]
+
+
+def _values(q: QArray, like: jax.Array) -> jax.Array:
+    return dequantize(q).reshape(like.shape)

@@ -64,6 +64,11 @@ class Site:
         return "/".join(map(str, self.path)) + "".join(f"[{i}]" for i in self.layer)
 
     @property
+    def alike(self) -> "Site":
+        """The same for all layers that do the same: what a compiled function depends on."""
+        return dataclasses.replace(self, path=(), layer=(), module="", stage=0)
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Labels of the other operand."""
         return self.c.rhs if self.side == "lhs" else self.c.lhs
@@ -423,6 +428,7 @@ class Stage:
     """Equations that may run when all weights of stages before are settled."""
 
     run: Callable[[list[Any]], list[Any]]
+    eqns: tuple[Any, ...]
     takes: tuple[Any, ...]  # variables
     gives: tuple[Any, ...]
     sites: tuple[int, ...]  # whose inputs are among what it gives
@@ -477,7 +483,9 @@ def stages(program: Program) -> list[Stage]:
         drops = [v for v, at in where.items() if at <= s and v not in still]
         sites = tuple(i for i, site in enumerate(program.sites) if site.stage == s)
         run = compiled(tuple(part), tuple(takes), tuple(gives))
-        listed.append(Stage(run, tuple(takes), tuple(gives), sites, tuple(drops)))
+        listed.append(
+            Stage(run, tuple(part), tuple(takes), tuple(gives), sites, tuple(drops))
+        )
     return listed
 
 
@@ -518,9 +526,9 @@ def outputs(
     return [v.val if is_literal(v) else env[v] for v in program.outputs]
 
 
-# What runs a few times is not worth a search for the best of many Triton kernels for each
-# of its matmuls: on a GPU XLA then takes cuBLAS. On others this says nothing.
-SEARCH_LESS = {"xla_gpu_enable_triton_gemm": False}
+# What runs a few times is not worth a search for the best of many kernels for each of its
+# matmuls: on a GPU XLA then takes cuBLAS, and what cuBLAS takes. On others this says nothing.
+SEARCH_LESS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
 @functools.lru_cache(maxsize=1)

@@ -326,6 +326,5 @@ def probe(program: Program, number: int, way: Way, known: set[Any]) -> Probe:
         evaluate(before, env)
         return attended(site, way, env[x], env)
 
-    alike = dataclasses.replace(site, path=(), layer=(), stage=0)
-    key = f"{alike} {way.before} {way.after}"
+    key = f"{site.alike} {way.before} {way.after}"
     return Probe(takes, compiled(eqns, takes, (way.end,), run, key))

@@ -54,20 +54,22 @@ class RotateOptions:
     Args:
         kind: "hadamard", fixed; "learned", from there down the gradient of what rounding costs.
         places: some of "stream", "heads" and "online". The last turns inputs at every call.
+            None: the first two, and online the inputs of weights that neither reaches, where
+            inputs are quantized too.
         steps: of learning, at most.
         seed: of the random signs.
     """
 
     kind: str = "hadamard"
-    places: tuple[str, ...] = ("stream", "heads")
+    places: tuple[str, ...] | None = None
     steps: int = 24
     seed: int = 0
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"rotate: kind={self.kind!r} should be one of {KINDS}.")
-        unknown = [p for p in self.places if p not in PLACES]
-        if unknown or not self.places or isinstance(self.places, str):
+        places = PLACES if self.places is None else self.places
+        if not places or isinstance(places, str) or not set(places) <= set(PLACES):
             raise ValueError(
                 f"rotate: places={self.places!r} should be some of {PLACES}."
             )
@@ -113,25 +115,34 @@ def plan(
     chosen: Collection[int],
     specs: Mapping[int, Spec],
     options: RotateOptions,
+    with_inputs: Collection[int] = (),
 ) -> Plan:
     """What can be turned among the chosen sites.
+
+    Args:
+        program: the model.
+        chosen: numbers of the sites whose weights are quantized.
+        specs: number of a chosen site -> how its weight is.
+        options: what is asked for.
+        with_inputs: those of the chosen sites whose inputs are quantized too.
 
     Raises:
         ValueError: nothing can, with the reasons.
     """
-    found_pairs = tuple(pairs(program, chosen)) if "heads" in options.places else ()
+    places = PLACES if options.places is None else options.places
+    found_pairs = tuple(pairs(program, chosen)) if "heads" in places else ()
     streams: list[Stream] = []
     reasons: dict[int, str] = {}
-    if "stream" in options.places:
+    if "stream" in places:
         streams, reasons = stream.find(program)
         touches = lambda s: {*s.columns, *(n for n, _ in s.rows)} & set(chosen)
         streams = [s for s in streams if touches(s)]
     turned = {n for s in streams for n, _ in s.rows}
     turned |= {n for pair in found_pairs for n in pair.seconds}
     online = {}
-    if "online" in options.places:
+    if "online" in places:
         key = jax.random.key(options.seed)
-        for n in set(chosen) - turned:
+        for n in set(with_inputs if options.places is None else chosen) - turned:
             signs = _signs(program.sites[n], specs[n], jax.random.fold_in(key, n))
             online |= {} if signs is None else {n: signs}
     why = "; ".join(
@@ -145,7 +156,7 @@ def plan(
             f"rotation could pass{'; ' + why if why else ''}. Leave it out"
             + (
                 "."
-                if "online" in options.places
+                if options.places is not None and "online" in options.places
                 else ", or turn inputs when the model runs: CalibrationOptions(rotate="
                 "RotateOptions(places=('online',)))."
             )

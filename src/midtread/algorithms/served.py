@@ -2,6 +2,7 @@
 
 quantize(...)        the model rounded to nearest, and the boxes of its weights
 chosen_sites(...)    at which contraction of the program each of them is solved for
+with_quantized_inputs(...)  which of those quantize the other operand, too
 put(...)             solved codes in the model, all layers of a stack together
 put_param(...)       another float parameter in its place
 """
@@ -133,6 +134,15 @@ def chosen_sites(
             "those are rounded to nearest by quantize_model."
         )
     return chosen
+
+
+def with_quantized_inputs(provider: PtqProvider, chosen: dict[int, Site]) -> set[int]:
+    """Numbers of the sites whose other operand is quantized as well."""
+    at = lambda site: provider.rule_at(site.module, site.op)
+    rules = {n: at(site) for n, site in chosen.items()}
+    return {
+        n for n, i in rules.items() if i is not None and provider._rules[i].act_qtype
+    }
 
 
 def put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:

@@ -93,7 +93,7 @@ def read_nf4(
     offset: float = 0.0,
     where: str = "a weight",
 ) -> QArray:
-    """A weight of its tensors: weight, absmax, quant_map, and the nested ones.
+    """Reads a weight from its tensors: weight, absmax, quant_map, and the nested ones.
 
     Args:
         size: of a block.
@@ -130,6 +130,6 @@ def _eight_bits(tensors, module: str) -> Weight:
 
 
 def read_int8(arrays: Arrays) -> QArray:
-    """A weight of its tensors: weight and SCB."""
+    """Reads a weight from its tensors: weight and SCB."""
     scale = arrays["SCB"].astype(np.float32)[:, None] / np.float32(127)
     return layouts.integers(arrays["weight"].astype(np.int8), scale, None, 8)

@@ -106,7 +106,7 @@ def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group that names a module, or else the one for its class."""
+    """Returns the group that names a module, or else the one for its class."""
     by_name = lambda target: (
         re.match(target[3:], module)
         if target.startswith("re:")
@@ -124,7 +124,7 @@ def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, 
 
 
 def _activations(args: Any) -> tuple[str, int | None] | None:
-    """Format and tile of activations of 8 bits; None for all others."""
+    """Returns format and tile of activations of 8 bits; None for all others."""
     if not isinstance(args, Mapping) or args.get("num_bits") != 8:
         return None
     qtype = "float8_e4m3fn" if args.get("type") == "float" else "int8"
@@ -198,7 +198,7 @@ def _pair(module: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _columns_of(module, rows, words, bits, scale, args) -> tuple[int, int]:
-    """The shape that a packed weight must have: words alone leave some columns open."""
+    """Returns the shape that a packed weight must have: words alone leave some columns open."""
     size = args.get("group_size")
     columns = words * 32 // bits
     if type(size) is int and size > 0 and len(scale) == 2:
@@ -213,8 +213,8 @@ def _columns_of(module, rows, words, bits, scale, args) -> tuple[int, int]:
 
 
 def read_packed(arrays: Arrays, bits: int, where: str = "a weight") -> QArray:
-    """A weight of its tensors: weight_packed, weight_scale, weight_shape, and perhaps
-    weight_zero_point and weight_g_idx."""
+    """Reads a weight from its tensors: weight_packed, weight_scale, weight_shape, and
+    perhaps weight_zero_point and weight_g_idx."""
     rows, columns = (int(n) for n in arrays["weight_shape"])
     packed, scale = arrays["weight_packed"], arrays["weight_scale"]
     layouts.expect(where, "weight_shape", rows, packed.shape[0])
@@ -252,7 +252,7 @@ def _checked(q: QArray, where: str) -> QArray:
 def read_plain(
     arrays: Arrays, bits: int = 8, block: Any = None, where: str = "a weight"
 ) -> QArray:
-    """A weight of its tensors: weight, weight_scale and perhaps weight_zero_point."""
+    """Reads a weight from its tensors: weight, weight_scale and perhaps weight_zero_point."""
     codes, scale = arrays["weight"], arrays["weight_scale"]
     zero = arrays.get("weight_zero_point")
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
@@ -269,7 +269,7 @@ def read_plain(
 def whole_blocks(
     scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...], where: str
 ) -> np.ndarray:
-    """Scales of blocks that divide `shape`: of smaller ones where the last is cut off.
+    """Returns scales of blocks that divide `shape`: of smaller ones where the last is cut off.
 
     >>> whole_blocks(np.array([[1.0], [2.0]]), (6, 4), (4, 4), "w").tolist()
     [[1.0], [1.0], [2.0]]
@@ -284,19 +284,19 @@ def whole_blocks(
 
 
 def e2m1(packed: np.ndarray) -> np.ndarray:
-    """Codes of four bits, two to a byte, the first in the low bits."""
+    """Returns codes of four bits, two to a byte, the first in the low bits."""
     return unpack_bits(packed, 4, packed.shape[-1] * 2).view(E2M1)
 
 
 def read_nvfp4(arrays: Arrays) -> QArray:
-    """A weight of its tensors: weight_packed, weight_scale, weight_global_scale."""
+    """Reads a weight from its tensors: weight_packed, weight_scale, weight_global_scale."""
     scale = arrays["weight_scale"].astype(np.float32)
     scale = scale / arrays["weight_global_scale"].astype(np.float32).reshape(1, 1)
     return QArray(e2m1(arrays["weight_packed"]), scale, None, "nvfp4")
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:
-    """A weight of its tensors: weight_packed, weight_scale."""
+    """Reads a weight from its tensors: weight_packed, weight_scale."""
     scale = arrays["weight_scale"].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     return QArray(e2m1(arrays["weight_packed"]), scale, None, "mxfp4")
 
@@ -321,7 +321,7 @@ class Scheme(NamedTuple):
 def write(
     q: QArray, activations: bool = False, where: str = "a weight"
 ) -> tuple[Scheme, dict[str, np.ndarray]]:
-    """The tensors of a weight [out, in], by the ends of their names, and its scheme.
+    """Returns the tensors of a weight [out, in], by the ends of their names, and its scheme.
 
     Args:
         q: int2 to int8, float8_e4m3fn, nvfp4 or mxfp4.
@@ -393,7 +393,7 @@ def _write_integers(q: QArray, activations: bool, where: str):
 
 
 def _shared(q: QArray, where: str, block: bool = False):
-    """The scales as they are stored, and the arguments that say who shares one."""
+    """Returns the scales as they are stored, and the arguments that say who shares one."""
     scale = np.asarray(q.scale)
     rows, columns = q.scale_tile_shape
     if scale.size == 1 and block:
@@ -472,7 +472,7 @@ def _write_four_bits(q: QArray, activations: bool, where: str):
 
 
 def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scales as e4m3 over one float32: scale = block / whole.
+    """Returns scales as e4m3 over one float32: scale = block / whole.
 
     Which e4m3 number the largest scale is has been forgotten; there are 126 of them, and
     with the right one all others are e4m3 numbers too.
@@ -493,7 +493,7 @@ def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def config(schemes: Mapping[str, Scheme], left: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` for modules with these schemes; `left` are in float."""
+    """Returns `quantization_config` for modules with these schemes; `left` are in float."""
     order = list(dict.fromkeys(schemes.values()))
     groups = {}
     for i, scheme in enumerate(order):

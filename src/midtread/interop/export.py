@@ -160,7 +160,7 @@ class HalfScales:
             self.coarse[name] = count
 
     def notes(self) -> list[str]:
-        """A sentence about scales that lose, or none."""
+        """Returns a sentence about scales that lose, or none."""
         if not self.coarse:
             return []
         first, total = next(iter(self.coarse)), sum(self.coarse.values())
@@ -193,7 +193,8 @@ def _check_groups(
 
 
 def _check_codes(source: Any, name: str, target: Target) -> Any:
-    """The scheme of a weight that is quantized already, if it is what the target is called."""
+    """Returns the scheme of a weight that is quantized already, if it is what the target is
+    called."""
     q, module = source.read(name), name.removesuffix(".weight")
     why = f"which is not {target.name} ({target.qtype}, {tile_words(target)})."
     if q.format.name == target.qtype:
@@ -333,7 +334,7 @@ def export(
 
 
 def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
-    """What must be the same for an export to go on."""
+    """Returns what must be the same for an export to go on."""
     listed = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
     return {
         "source": source.name,
@@ -344,7 +345,8 @@ def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
 
 
 def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
-    """Tensor after tensor; the scheme of each module, where the layout has one."""
+    """Writes tensor after tensor, and returns the scheme of each module where the layout has
+    one."""
     order = list(source.tensors)
     spec, weights = spec_of(target), frozenset(planned.weights)
     dtype = _DTYPES.get(source.config.get("torch_dtype"), np.dtype(np.float32))
@@ -379,7 +381,7 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
 
 
 def _scheme(fields: list) -> Any:
-    """A scheme again, from JSON."""
+    """Returns a scheme again, from JSON."""
     if len(fields) == len(Groups._fields) and isinstance(fields[0], int):
         return Groups(*fields)
     form, *items = fields

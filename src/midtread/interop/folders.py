@@ -105,7 +105,7 @@ class Folder:
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, mapped into memory: its bytes are fetched where they are used."""
+        """Returns one tensor, mapped into memory: its bytes are fetched where they are used."""
         if name not in self.tensors:
             raise ValueError(
                 f"{self.path} has no tensor {name!r}. {trees.near(name, self.tensors)}"
@@ -144,7 +144,7 @@ def is_folder(path: Any) -> bool:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """An object in a JSON file; what does not read as one is refused by name."""
+    """Returns an object in a JSON file; what does not read as one is refused by name."""
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}.")
     if file.stat().st_size > _MOST_JSON:
@@ -164,7 +164,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:
-    """Tensor to file of the index; {} where there is none."""
+    """Returns the file of each tensor, by the index; {} where there is none."""
     if not (path / INDEX).is_file():
         return {}
     weight_map = read_json(path / INDEX).get("weight_map")
@@ -271,7 +271,7 @@ def _shards(listed: Mapping[str, Tensor], most: int) -> list[list[str]]:
 
 
 def write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Written beside its place, and moved there whole."""
+    """Writes a JSON file beside its place, and moves it there whole."""
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(partial, file)

@@ -82,7 +82,7 @@ class GGUF(Mapping[str, QArray | np.ndarray]):
         self.tensors: dict[str, Tensor] = header.tensors
 
     def __getitem__(self, name: str) -> QArray | np.ndarray:
-        """A tensor as it is stored: codes and scales, or an array of numbers."""
+        """Returns a tensor as it is stored: codes and scales, or an array of numbers."""
         tensor = self.tensors[name]
         if tensor.kind not in gguf_blocks.BLOCKS:
             return self._plain(tensor)
@@ -96,7 +96,7 @@ class GGUF(Mapping[str, QArray | np.ndarray]):
         return len(self.tensors)
 
     def floats(self, name: str) -> np.ndarray:
-        """A tensor in float32, dequantized with llama.cpp's own roundings."""
+        """Returns a tensor in float32, dequantized with llama.cpp's own roundings."""
         tensor = self.tensors[name]
         if tensor.kind not in gguf_blocks.BLOCKS:
             return self._plain(tensor).astype(np.float32)
@@ -192,7 +192,7 @@ class _Header:
         return [self._value(inner, name, depth + 1) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
-        """Name, kind, shape, offset, bytes."""
+        """Reads the name, kind, shape, offset and number of bytes of a tensor."""
         name = self._string("the name of a tensor")
         rank = self._number("<I")
         if rank > 8:
@@ -256,7 +256,7 @@ _NUMBERS = {name: number for number, (name, _) in PLAIN.items()}
 
 
 def nbytes(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of some kind."""
+    """Returns bytes of a tensor of some kind."""
     count = math.prod(shape)
     if kind in gguf_blocks.BLOCKS:
         block = gguf_blocks.BLOCKS[kind]
@@ -267,7 +267,7 @@ def nbytes(kind: str, shape: tuple[int, ...]) -> int:
 def header(
     metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> bytes:
-    """Everything before the data.
+    """Returns everything before the data.
 
     Args:
         metadata: numbers, text, and lists of either. A whole number becomes a u32, one in a
@@ -295,7 +295,7 @@ def _text(text: str) -> bytes:
 
 
 def _coded(value: Any, key: str, inside: bool = False) -> tuple[int, bytes]:
-    """The number of a value's kind, and its bytes."""
+    """Returns the number of a value's kind, and its bytes."""
     if isinstance(value, str):
         return _STRING, _text(value)
     if isinstance(value, list | tuple) and value and not inside:
@@ -342,8 +342,8 @@ def write(
 
 
 def half_turned(x: Any, num_heads: int) -> Any:
-    """Rows of a query or key projection, from llama.cpp's order to that of rotary
-    embeddings which turn the two halves of a head.
+    """Returns the rows of a query or key projection, from llama.cpp's order to that of
+    rotary embeddings which turn the two halves of a head.
 
     llama.cpp turns neighbours, rows (2i, 2i + 1) of a head; others turn (i, i + h / 2). So
     in each head the even rows come first, then the odd ones.
@@ -359,7 +359,7 @@ def half_turned(x: Any, num_heads: int) -> Any:
 
 
 def neighbours_turned(x: Any, num_heads: int) -> Any:
-    """What `half_turned` undoes.
+    """Returns what `half_turned` undoes.
 
     >>> neighbours_turned(half_turned(np.arange(8), 2), 2).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]

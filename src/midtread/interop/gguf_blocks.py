@@ -85,12 +85,13 @@ class Block:
 
 
 def _half(raw: np.ndarray) -> np.ndarray:
-    """Two bytes of each block as a float32 [blocks, 1]."""
+    """Returns two bytes of each block as a float32 [blocks, 1]."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
 def _planes(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [..., n] as [..., 8 / bits, n]: the lowest bits of all of them come first."""
+    """Returns bytes [..., n] as [..., 8 / bits, n]: the lowest bits of all of them come
+    first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return raw[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
 
@@ -100,7 +101,7 @@ def _flat(code: np.ndarray) -> np.ndarray:
 
 
 def _fifth_bits(raw: np.ndarray) -> np.ndarray:
-    """Four bytes of each block as 32 bits, [blocks, 32]."""
+    """Returns four bytes of each block as 32 bits, [blocks, 32]."""
     return np.unpackbits(np.ascontiguousarray(raw), axis=1, bitorder="little")
 
 
@@ -141,8 +142,8 @@ def _read_mxfp4(raw: np.ndarray) -> Parts:
 
 
 def _six_bits(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Twelve bytes as eight scales and eight minima of 6 bits. The first four of either
-    are the low bits of bytes 0-3 and 4-7, whose two top bits belong to the last four;
+    """Returns twelve bytes as eight scales and eight minima of 6 bits. The first four of
+    either are the low bits of bytes 0-3 and 4-7, whose two top bits belong to the last four;
     those have their other bits in bytes 8-11, scales low and minima high."""
     first, second, third = np.split(raw, 3, axis=1)
     scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)
@@ -205,7 +206,7 @@ def _halves(*numbers: np.ndarray) -> np.ndarray:
 
 
 def _packed(code: np.ndarray, bits: int, *planes: int) -> np.ndarray:
-    """What `_planes` undoes: codes [blocks, n] as bytes, [*planes] runs to a block."""
+    """Returns what `_planes` undoes: codes [blocks, n] as bytes, [*planes] runs to a block."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     code = code.astype(np.uint8) & np.uint8((1 << bits) - 1)
     code = code.reshape(len(code), *planes, 8 // bits, -1) << shifts
@@ -213,12 +214,12 @@ def _packed(code: np.ndarray, bits: int, *planes: int) -> np.ndarray:
 
 
 def _away(x: np.ndarray) -> np.ndarray:
-    """Rounded to whole numbers, halves away from zero, as C's roundf does."""
+    """Rounds to whole numbers, halves away from zero, as C's roundf does."""
     return np.trunc(x + np.copysign(0.5, x))
 
 
 def _encode_symmetric(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Unsigned codes and d: the value of largest magnitude gets the lowest code."""
+    """Returns unsigned codes and d: the value of largest magnitude gets the lowest code."""
     largest = np.take_along_axis(x, np.abs(x).argmax(-1, keepdims=True), -1)
     half = 1 << (bits - 1)
     d = largest / np.float32(-half)
@@ -227,7 +228,7 @@ def _encode_symmetric(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _encode_affine(x: np.ndarray, bits: int):
-    """Unsigned codes, d and m: the lowest value gets code 0, the highest the last."""
+    """Returns unsigned codes, d and m: the lowest value gets code 0, the highest the last."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     d = (high - low) / np.float32((1 << bits) - 1)
     units = (x - low).astype(np.float64) * _inverse(d).astype(np.float64)
@@ -283,24 +284,25 @@ AT_ONCE = 1 << 17  # elements, which stay in a CPU's cache while they are search
 
 
 def _searched(search: Callable, x: np.ndarray, bits: int) -> list[np.ndarray]:
-    """`search` of blocks [n, 256], compiled for `AT_ONCE` elements: the last are filled up."""
+    """Applies `search` to blocks [n, 256], compiled for `AT_ONCE` elements: the last are
+    filled up."""
     whole = np.zeros((AT_ONCE // 256, 256), np.float32)
     whole[: len(x)] = x
     return [np.asarray(part)[: len(x)] for part in search(whole, bits)]
 
 
 def _over(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, and 0 where b is."""
+    """Returns a / b, and 0 where b is."""
     return jnp.where(b != 0, a / jnp.where(b != 0, b, 1), 0)
 
 
 def _as_half(d: jax.Array) -> jax.Array:
-    """A number as it will be read."""
+    """Returns a number as it will be read."""
     return jnp.clip(d, -65504, 65504).astype(jnp.float16).astype(jnp.float32)
 
 
 def _fit_affine(x: jax.Array, most: int, steps: int = 8):
-    """Scale and minimum of tiles [..., t], x ~ scale * code - least, least >= 0.
+    """Returns scale and minimum of tiles [..., t], x ~ scale * code - least, least >= 0.
 
     Of several windows around the values' own, each refitted by least squares to the codes
     that it gives, the one that loses least; large values weigh more.
@@ -331,7 +333,7 @@ def _fit_affine(x: jax.Array, most: int, steps: int = 8):
 
 
 def _six_packed(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """Twelve bytes of eight scales and eight minima of 6 bits: `_six_bits` undoes it."""
+    """Returns twelve bytes of eight scales and eight minima of 6 bits: `_six_bits` undoes it."""
     first = scale[:, :4] | scale[:, 4:] >> 4 << 6
     second = least[:, :4] | least[:, 4:] >> 4 << 6
     third = scale[:, 4:] & 15 | (least[:, 4:] & 15) << 4
@@ -340,7 +342,7 @@ def _six_packed(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 @jax.jit(static_argnums=1)
 def _search_six_bits(x: jax.Array, bits: int):
-    """d, dmin [blocks, 1], scales and minima [blocks, 8], codes [blocks, 256]."""
+    """Returns d, dmin [blocks, 1], scales and minima [blocks, 8], codes [blocks, 256]."""
     most = (1 << bits) - 1
     tiles = x.reshape(-1, 8, 32)
     scale, least = (part[..., 0] for part in _fit_affine(tiles, most))
@@ -354,7 +356,7 @@ def _search_six_bits(x: jax.Array, bits: int):
 
 
 def _encode_six_bits(x: np.ndarray, bits: int):
-    """Codes [blocks, 256], and the sixteen bytes before them, of Q4_K and Q5_K."""
+    """Returns codes [blocks, 256], and the sixteen bytes before them, of Q4_K and Q5_K."""
     d, dmin, scale, least, code = _searched(_search_six_bits, x, bits)
     return code, np.concatenate([_halves(d, dmin), _six_packed(scale, least)], axis=1)
 
@@ -372,7 +374,7 @@ def _encode_q5_k(x: np.ndarray) -> np.ndarray:
 
 @jax.jit(static_argnums=1)
 def _search_q6_k(x: jax.Array, bits: int):
-    """d [blocks, 1], scales [blocks, 16], codes [blocks, 256]."""
+    """Returns d [blocks, 1], scales [blocks, 16], codes [blocks, 256]."""
     half = 1 << (bits - 1)
     tiles = x.reshape(-1, 16, 16)
     add = lambda part: part.sum(-1, keepdims=True)
@@ -422,7 +424,7 @@ BLOCKS = {row.name: row for row in ROWS}
 
 
 def to_floats(parts: Parts) -> np.ndarray:
-    """The values of blocks [blocks, size], rounded where llama.cpp rounds."""
+    """Returns the values of blocks [blocks, size], rounded where llama.cpp rounds."""
     code = parts.code.astype(np.float32)
     tiles = code.reshape(*parts.scale.shape, -1) * parts.scale[..., None]
     if parts.offset is not None:
@@ -450,7 +452,7 @@ EXACT = {
 
 
 def kind_of(q: QArray) -> str | None:
-    """The kind of block that holds a QArray's codes as they are; None without one."""
+    """Returns the kind of block that holds a QArray's codes as they are; None without one."""
     is_tiled = q.ndim >= 2 and q.scale_tile_shape[-1] == 32
     if not is_tiled or any(t != 1 for t in q.scale_tile_shape[:-1]):
         return None
@@ -458,8 +460,8 @@ def kind_of(q: QArray) -> str | None:
 
 
 def write_codes(q: QArray) -> np.ndarray:
-    """Bytes [blocks, nbytes] of a QArray that `kind_of` has a kind for: the same codes, and
-    scales (and offsets) rounded to float16."""
+    """Returns bytes [blocks, nbytes] of a QArray that `kind_of` has a kind for: the same
+    codes, and scales (and offsets) rounded to float16."""
     name = kind_of(q)
     assert name is not None
     codes = np.asarray(q.qvalue).reshape(-1, 32)

@@ -97,21 +97,21 @@ def export(
 
 
 def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
-    """llama.cpp's tensors, each with the names it is made of: one, or every expert's."""
+    """Returns llama.cpp's tensors, each with the names it is made of: one, or every expert's."""
     experts_of: dict[str, dict[int, str]] = {}
     for name in source.tensors:
-        place = gguf_models.to_tensor(name, model)
-        if place is None:
+        target = gguf_models.to_tensor(name, model)
+        if target is None:
             raise ValueError(
                 f"{source.name}: {name!r} has no name in llama.cpp's {model.name}."
             )
-        tensor, expert = place
+        tensor, expert = target
         experts_of.setdefault(tensor, {})[expert or 0] = name
     return {k: [names[e] for e in sorted(names)] for k, names in experts_of.items()}
 
 
 def _kinds(source, names: Mapping[str, list[str]], kind: str, skip: Sequence[str]):
-    """Kind and shape of every tensor; sentences about those that differ from `kind`."""
+    """Returns kind and shape of every tensor; sentences about those that differ from `kind`."""
     left = re.compile("|".join(skip) or r"(?!)")
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     odd: dict[str, list[str]] = {}
@@ -184,7 +184,8 @@ def shape_words(source: Any, names: Mapping[str, list[str]], tensor: str) -> str
 
 
 def _resume(partial: pathlib.Path, head: bytes, kinds: Mapping) -> int:
-    """Whole tensors that a file in the making has; what follows them is cut off."""
+    """Returns how many whole tensors a file in the making has, and cuts off what follows
+    them."""
     if not partial.is_file() or partial.stat().st_size < len(head):
         return 0
     with open(partial, "r+b") as file:
@@ -203,7 +204,7 @@ def _resume(partial: pathlib.Path, head: bytes, kinds: Mapping) -> int:
 def _bytes(
     source, names: list[str], kind: str, model, config
 ) -> tuple[np.ndarray, int]:
-    """A tensor's bytes, and how many were read for it."""
+    """Returns a tensor's bytes, and how many were read for it."""
     pieces, read = [], 0
     for name in names:
         array = source.read(name)
@@ -239,7 +240,7 @@ def encoded(x: np.ndarray, kind: str) -> np.ndarray:
 def metadata_of(
     config: Mapping[str, Any], model, source: Any, kind: str
 ) -> dict[str, Any]:
-    """The keys that config.json amounts to."""
+    """Returns the keys that config.json amounts to."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stretch = rope.get("rope_type", rope.get("type", "default"))
     if stretch not in ("default", None):

@@ -134,8 +134,8 @@ class GGUFModel:
         self.config = self._config()
         self._places = self._names()
         self.tensors = {
-            name: Tensor(self._shape(*place), np.dtype(np.float32))
-            for name, place in self._places.items()
+            name: Tensor(self._shape(*tensor), np.dtype(np.float32))
+            for name, tensor in self._places.items()
         }
 
     def _model(self) -> Kind:
@@ -178,7 +178,7 @@ class GGUFModel:
         return {**about, **({"rope_scaling": stretch} if stretch else {})}
 
     def kind(self, name: str) -> str:
-        """The file's name for how a tensor is stored."""
+        """Returns the file's name for how a tensor is stored."""
         return self.file.tensors[self._places[name][0]].kind
 
     def is_quantized(self, name: str) -> bool:
@@ -186,7 +186,7 @@ class GGUFModel:
         return self.kind(name) in gguf_blocks.BLOCKS
 
     def _stretch(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Llama 3.1's rope_scaling, from the factors that a file has in its place."""
+        """Returns Llama 3.1's rope_scaling, from the factors that a file has in its place."""
         kind = self._key("rope.scaling.type")
         if kind not in (None, "none"):
             raise layouts.refuse(self.name, f"rope.scaling.type {kind!r} is not read")
@@ -204,7 +204,7 @@ class GGUFModel:
         )
 
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The tensor of each name, and which expert of it."""
+        """Returns the tensor of each name, and which expert of it."""
         origins = {}
         for tensor in self.file:
             if tensor == "rope_freqs.weight":
@@ -227,7 +227,8 @@ class GGUFModel:
         return shape if expert is None else shape[1:]
 
     def read(self, name: str) -> QArray | np.ndarray:
-        """A tensor: a QArray of numpy arrays where it is quantized, an array elsewhere."""
+        """Returns a tensor: a QArray of numpy arrays where it is quantized, an array
+        elsewhere."""
         tensor, expert = self._places[name]
         array = self.file[tensor]
         if expert is not None:
@@ -241,7 +242,7 @@ class GGUFModel:
 
 
 def llama3_factors(base: float, count: int, given: Mapping[str, Any]) -> np.ndarray:
-    """What llama.cpp divides the frequencies of Llama 3.1 by."""
+    """Returns what llama.cpp divides the frequencies of Llama 3.1 by."""
     wave = 2 * np.pi * base ** (np.arange(count) / count)
     original = given["original_max_position_embeddings"]
     low, high = given["low_freq_factor"], given["high_freq_factor"]
@@ -250,7 +251,8 @@ def llama3_factors(base: float, count: int, given: Mapping[str, Any]) -> np.ndar
 
 
 def turned_heads(kind: Kind, name: str, config: Mapping[str, Any]) -> int:
-    """Heads whose rows lie for turning neighbours; 0 where they lie as everywhere."""
+    """Returns how many heads have rows in the order in which llama.cpp rotates neighbours; 0
+    where rows are in Hugging Face's order."""
     if not kind.turns_neighbours:
         return 0
     module = name.rsplit(".", 1)[0]
@@ -262,7 +264,7 @@ def turned_heads(kind: Kind, name: str, config: Mapping[str, Any]) -> int:
 
 
 def to_name(tensor: str, kind: Kind) -> str | None:
-    """Hugging Face's name for a tensor of llama.cpp, {e} standing for experts."""
+    """Returns Hugging Face's name for a tensor of llama.cpp, {e} standing for experts."""
     if tensor in OUTSIDE:
         return OUTSIDE[tensor]
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor)
@@ -279,7 +281,7 @@ def to_name(tensor: str, kind: Kind) -> str | None:
 
 
 def to_tensor(name: str, kind: Kind) -> tuple[str, int | None] | None:
-    """llama.cpp's tensor for a name of Hugging Face, and which expert of it."""
+    """Returns llama.cpp's tensor for a name of Hugging Face, and which expert of it."""
     back = {v: k for k, v in OUTSIDE.items()}
     if name in back:
         return back[name], None

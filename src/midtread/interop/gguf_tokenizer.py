@@ -28,7 +28,7 @@ _NORMAL, _CONTROL, _USER = 1, 3, 4
 
 
 def tokenizer_json(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What tokenizer.json would hold.
+    """Returns what tokenizer.json would hold.
 
     Args:
         metadata: of a GGUF file.
@@ -135,7 +135,7 @@ def _split_name(pre: Any) -> str | None:
 
 
 def _tokens(vocab, added, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Every token by its number; numbers without one are unused."""
+    """Returns every token by its number; numbers without one are unused."""
     size = max([vocab_size, *(i + 1 for i in vocab.values())])
     tokens = [f"[PAD{i}]" for i in range(size)]
     kinds = [5] * size  # unused

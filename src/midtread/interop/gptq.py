@@ -70,7 +70,7 @@ def find_gptq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
 def read_gptq(
     arrays: Arrays, bits: int, count: int, stored_less: int, where: str = "a weight"
 ) -> QArray:
-    """A weight [out, in] of its tensors.
+    """Reads a weight [out, in] from its tensors.
 
     Args:
         arrays: qweight, qzeros, scales and perhaps g_idx.
@@ -104,7 +104,7 @@ def read_gptq(
 
 
 def write_gptq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
-    """The tensors of a weight [out, in], in version 1: qweight, qzeros, scales, g_idx.
+    """Returns the tensors of a weight [out, in], in version 1: qweight, qzeros, scales, g_idx.
 
     Raises:
         ValueError: GPTQ's layout cannot say this array.
@@ -129,7 +129,7 @@ def write_gptq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
 
 
 def gptq_config(bits: int, size: int, is_symmetric: bool) -> dict[str, Any]:
-    """What AutoGPTQ and its readers want in config.json. A size of 0: one group."""
+    """Returns what AutoGPTQ and its readers want in config.json. A size of 0 means one group."""
     return {
         "quant_method": "gptq", "bits": bits, "group_size": size or -1, "sym": is_symmetric,
         "desc_act": False, "checkpoint_format": "gptq", "damp_percent": 0.0,
@@ -168,7 +168,7 @@ def find_awq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
 
 
 def read_awq(arrays: Arrays) -> QArray:
-    """A weight [out, in] of its tensors: qweight, scales and perhaps qzeros."""
+    """Reads a weight [out, in] from its tensors: qweight, scales and perhaps qzeros."""
     out = arrays["scales"].shape[1]
     codes = lambda words: layouts.signed(_in_order(words, out), 4)
     zeros = arrays.get("qzeros")
@@ -181,7 +181,7 @@ def read_awq(arrays: Arrays) -> QArray:
 
 
 def write_awq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
-    """The tensors of a weight [out, in]: qweight, qzeros, scales.
+    """Returns the tensors of a weight [out, in]: qweight, qzeros, scales.
 
     Raises:
         ValueError: AWQ's layout cannot say this array.
@@ -201,7 +201,7 @@ def write_awq(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
 
 
 def awq_config(size: int) -> dict[str, Any]:
-    """What AutoAWQ and its readers want in config.json."""
+    """Returns what AutoAWQ and its readers want in config.json."""
     return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True,
             "version": "gemm", "modules_to_not_convert": None}  # fmt: skip
 
@@ -277,7 +277,7 @@ def _scale(q: QArray) -> np.ndarray:
 
 
 def _zeros(q: QArray, bits: int) -> np.ndarray:
-    """Unsigned zeros [out, groups]; half the range where there are none."""
+    """Returns unsigned zeros [out, groups]; half the range where there are none."""
     if q.zero_point is None:
         return np.full(_scale(q).shape, 1 << (bits - 1), np.uint8)
     zero = np.asarray(q.zero_point)

@@ -64,7 +64,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
     def read(self, name: str) -> Any:
-        """The tensor: an array, or a QArray of the same shape."""
+        """Returns the tensor: an array, or a QArray of the same shape."""
         ...
 
 
@@ -105,7 +105,7 @@ class Row:
                 )
 
     def places(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(tensor, path, where in the stack) for every tensor of this row."""
+        """Yields (tensor, path, where in the stack) for every tensor of this row."""
         words, inside = _words(self.name), _words(self.path)
         for numbers in itertools.product(*(self.counts[word] for word in words)):
             at = dict(zip(words, numbers))
@@ -114,7 +114,7 @@ class Row:
             yield self.name.format(**at), self.path.format(**at), index
 
     def take(self, tensor: Any) -> Any:
-        """What of a tensor goes into the array, turned as it is there."""
+        """Returns what of a tensor goes into the array, transposed as it is there."""
         if self.part is not None:
             index = [slice(None)] * len(tensor.shape)
             index[self.axis] = self.part
@@ -122,7 +122,7 @@ class Row:
         return tensor.swapaxes(-1, -2) if self.turned else tensor
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what is taken of a tensor of `shape`."""
+        """Returns the shape of what is taken of a tensor of `shape`."""
         out = list(shape)
         if self.part is not None:
             out[self.axis] = len(range(*self.part.indices(out[self.axis])))
@@ -132,7 +132,7 @@ class Row:
 
 
 def _words(text: str) -> list[str]:
-    """The words in braces, in order."""
+    """Returns the words in braces, in order."""
     return [word for _, word, _, _ in string.Formatter().parse(text) if word]
 
 
@@ -241,11 +241,12 @@ class Arrays(Mapping):
         return len(self._places)
 
     def names(self, path: str) -> list[str]:
-        """The tensors that an array is made of."""
+        """Returns the tensors that an array is made of."""
         return [name for _, name, _ in self._places[path]]
 
     def __getitem__(self, path: str) -> Any:
-        """An array of the host, or a QArray: of one tensor, or a stack filled one by one."""
+        """Returns an array of the host, or a QArray: of one tensor, or a stack filled one by
+        one."""
         return _array(self.source, self._places[path])
 
 
@@ -256,7 +257,7 @@ def read(
     *,
     ignored: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All arrays that a table makes of a folder, on the device; see `Arrays`.
+    """Returns all arrays that a table makes of a folder, on the device; see `Arrays`.
 
     Returns:
         Arrays (QArrays where the source has them) by path, with slashes.
@@ -319,7 +320,7 @@ def _stack(places: Places) -> tuple[int, ...]:
 
 
 def _array(source: Source, places: Places) -> Any:
-    """The array of one path: of one tensor, or a stack that is filled one by one."""
+    """Returns the array of one path: of one tensor, or a stack that is filled one by one."""
     stack = _stack(places)
     row, name, _ = places[0]
     if not stack:
@@ -426,14 +427,14 @@ class Tree:
             for tensor, path, index in row.places():
                 self.places.setdefault(tensor, []).append((row, path, index))
         self.tensors = {tensor: self._about(tensor) for tensor in self.places}
-        is_coded = lambda place: isinstance(tree[place[1]], QArray)
+        is_coded = lambda row: isinstance(tree[row[1]], QArray)
         self.weights = {
             k for k, rows in self.places.items() if any(map(is_coded, rows))
         }
 
     def _about(self, tensor: str) -> Tensor:
         places = self.places[tensor]
-        shapes = [self._shape(*place) for place in places]
+        shapes = [self._shape(*where) for where in places]
         row, path, _ = places[0]
         if row.part is not None:
             shapes[0][row.axis] = sum(shape[row.axis] for shape in shapes)
@@ -447,7 +448,7 @@ class Tree:
         return shape
 
     def read(self, name: str) -> Any:
-        """The tensor, [out, in], as arrays of the host: parts of it are joined."""
+        """Returns the tensor, [out, in], as arrays of the host: parts of it are joined."""
         if name in self.weights:
             return self._codes(name)
         about, places = self.tensors[name], self.places[name]
@@ -472,10 +473,10 @@ class Tree:
 
 
 def _joined(name: str, parts: list[QArray], axis: int) -> QArray:
-    """Codes end to end along an axis, with their scales."""
+    """Returns codes end to end along an axis, with their scales."""
 
     def own(q: QArray) -> QArray:
-        """A scale that is shared by all of the axis, as one for every element of it."""
+        """Returns a scale that is shared by all of the axis, as one for every element of it."""
         if q.scale.shape[axis] != 1:
             return q
         repeat = lambda x: None if x is None else x.repeat(q.shape[axis], axis)
@@ -508,7 +509,7 @@ class Floats(Mapping):
         return len(self.source.tensors)
 
     def about(self, name: str) -> Tensor:
-        """Shape and dtype; nothing is read."""
+        """Returns shape and dtype; nothing is read."""
         shape, dtype = self.source.tensors[name]
         return Tensor(shape, self.dtype or dtype)
 
@@ -517,7 +518,7 @@ class Floats(Mapping):
 
 
 def as_floats(array: Any, dtype: Any) -> np.ndarray:
-    """An array in a dtype; codes as what they stand for."""
+    """Returns an array in a dtype; codes as what they stand for."""
     if isinstance(array, QArray):
         array = np.asarray(dequantize(jax.tree.map(jnp.asarray, array), jnp.float32))
     return np.asarray(array).astype(dtype)

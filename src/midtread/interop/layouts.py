@@ -66,7 +66,7 @@ def refuse(where: str, what: str) -> ValueError:
 
 
 def expect(where: str, name: str, got: Any, want: Any) -> None:
-    """A ValueError if two shapes or dtypes differ."""
+    """Raises a ValueError if two shapes or dtypes differ."""
     if got != want:
         raise refuse(where, f"its {name} is {got}, and should be {want}")
 
@@ -75,7 +75,7 @@ def expect(where: str, name: str, got: Any, want: Any) -> None:
 
 
 def integer(bits: int) -> str:
-    """The format of signed codes of so many bits."""
+    """Returns the format of signed codes of so many bits."""
     return f"int{bits}"
 
 
@@ -85,14 +85,15 @@ def is_signed(fmt: Format, bits: Any) -> bool:
 
 
 def unpack_words(words: np.ndarray, bits: int, count: int, axis: int = -1):
-    """Codes, as unsigned numbers, from 32-bit words along `axis`: the first in the lowest
-    bits, and across words where the bits do not divide 32."""
+    """Returns codes, as unsigned numbers, from 32-bit words along `axis`: the first in the
+    lowest bits, and across words where the bits do not divide 32."""
     words = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint8)
     return np.moveaxis(unpack_bits(words, bits, count), -1, axis)
 
 
 def pack_words(raw: np.ndarray, bits: int, axis: int = -1) -> np.ndarray:
-    """Unsigned codes as int32 words along `axis`; the last word is filled up with zeros."""
+    """Returns unsigned codes as int32 words along `axis`; the last word is filled up with
+    zeros."""
     raw = np.moveaxis(raw, axis, -1)
     packed = pack_bits(raw, bits)
     missing = -packed.shape[-1] % 4
@@ -102,12 +103,12 @@ def pack_words(raw: np.ndarray, bits: int, axis: int = -1) -> np.ndarray:
 
 
 def num_words(count: int, bits: int) -> int:
-    """32-bit words that `pack_words` makes of `count` codes."""
+    """Returns 32-bit words that `pack_words` makes of `count` codes."""
     return -(-count * bits // 32)
 
 
 def signed(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes, less half their range, in the container of int<bits>."""
+    """Returns unsigned codes, less half their range, in the container of int<bits>."""
     codes = (raw ^ np.uint8(1 << (bits - 1))) << np.uint8(8 - bits)
     return (codes.view(np.int8) >> np.int8(8 - bits)).astype(
         FORMATS[f"int{bits}"].dtype
@@ -115,20 +116,20 @@ def signed(raw: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unsigned(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Signed codes, plus half their range, in uint8."""
+    """Returns signed codes, plus half their range, in uint8."""
     half = np.uint8(1 << (bits - 1))
     return (codes.view(np.uint8) + half) & np.uint8((1 << bits) - 1)
 
 
 def integers(codes, scale, zero_point, bits: int) -> QArray:
-    """A QArray of signed codes; a zero point that is 0 everywhere is left out."""
+    """Returns a QArray of signed codes; a zero point that is 0 everywhere is left out."""
     if zero_point is not None and not np.any(zero_point.astype(np.float32)):
         zero_point = None
     return QArray(codes, scale, zero_point, FORMATS[integer(bits)].qtype)
 
 
 def affine(raw, scale, offset, bits: int) -> QArray:
-    """A QArray that says  x = scale * raw + offset  with unsigned codes `raw`.
+    """Returns a QArray that says  x = scale * raw + offset  with unsigned codes `raw`.
 
     The offset becomes the zero point -offset / scale, a fraction.
 
@@ -159,7 +160,7 @@ _MAGNITUDES = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 
 
 def in_half(scale: np.ndarray, where: str) -> np.ndarray:
-    """Scales in float16, where a layout has them so.
+    """Returns scales in float16, where a layout has them so.
 
     Raises:
         ValueError: a scale is beyond its largest number.
@@ -177,7 +178,7 @@ def num_coarse(scale: np.ndarray) -> int:
 
 
 def largest_of_groups(x: np.ndarray, size: int) -> np.ndarray:
-    """The largest magnitude of every `size` neighbours, in float32.
+    """Returns the largest magnitude of every `size` neighbours, in float32.
 
     Bits of a float without its sign are in the order of magnitudes, and numpy compares
     integers much faster than bfloat16.
@@ -204,7 +205,7 @@ SCATTERED = (
 
 
 def by_column(q: QArray, group_of: np.ndarray) -> QArray:
-    """A scale (and zero point) for every column, where groups are not neighbours.
+    """Returns a scale (and zero point) for every column, where groups are not neighbours.
 
     Args:
         q: codes [rows, columns] whose parts have [rows, groups].

@@ -70,7 +70,7 @@ def export(
         )
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     shapes = [_as_input(i, x) for i, x in enumerate(inputs)]
-    _require("litert_converter")
+    tflite.require("litert_converter")
     provider, run = _annotated(model, trained, variables, quant_stats, method, call)
     exported = jax.export.export(jax.jit(run))(*shapes)
     for i in range(len(shapes)):
@@ -106,7 +106,7 @@ def calibrate_and_export(
     fixed_range_for_outputs: tuple[float, float] | None = None,
     **call: Any,
 ) -> tflite.File:
-    """From a float model and data to a file: ranges are those of the data.
+    """Makes a file from a float model and data, whose ranges are those of the data.
 
     Args:
         data: batches, each an array or a tuple of them. A few hundred examples do.
@@ -166,7 +166,7 @@ def _calibrate_nnx(model, provider, variables, batches, method, call):
 
 
 def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, call):
-    """The conversion provider, and the model under it as a function of its inputs."""
+    """Returns the conversion provider, and the model under it as a function of its inputs."""
     options = {
         "strict": trained.strict_ops,
         "disable_per_channel_weights": not trained.per_channel,
@@ -215,18 +215,8 @@ def _as_input(i: int, x: Any) -> jax.ShapeDtypeStruct:
 # --- converting -------------------------------------------------------------------------------
 
 
-def _require(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{name} is not installed, which LiteRT files need: "
-            "run `pip install '.[litert]'` in Midtread's folder (Linux x86-64 and macOS)."
-        ) from error
-
-
 def _convert(stablehlo: str, num_inputs: int, num_outputs: int) -> bytes:
-    mlir = _require("litert_converter.mlir")
+    mlir = tflite.require("litert_converter.mlir")
     ir = importlib.import_module(f"{mlir.__name__}.ir")
     passes = importlib.import_module(f"{mlir.__name__}.passmanager")
     # The package has no other entry: its `mlir` folder is the interface.
@@ -260,7 +250,7 @@ def _refusal() -> Iterator[None]:
 
 
 def _finished(content: bytes, notes: dict) -> bytes:
-    """The file with our notes in it, and one thing put right."""
+    """Returns the file with our notes in it, and one thing put right."""
     schema = tflite.schema()
     model = schema.ModelT.InitFromPackedBuf(content, 0)
     _widen_biases(model, schema)
@@ -297,7 +287,7 @@ def _widen_biases(model: Any, schema: Any) -> None:
 
 
 def _write(path: str | os.PathLike, content: bytes) -> None:
-    """All of it or nothing."""
+    """Writes a file whole, or not at all."""
     folder = os.path.dirname(os.path.abspath(path))
     handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     try:

@@ -41,7 +41,7 @@ _RULES = {kind.__name__: kind for kind in (QuantizationRule, QtRule, LoraRule)}
 
 
 def canonical(value: Any) -> str:
-    """JSON with one spelling: sorted keys, no spaces, no NaN."""
+    """Returns JSON with one spelling: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -58,7 +58,7 @@ def _sum_of(record: Mapping[str, Any], *name: str) -> str:
 
 
 def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]:
-    """An entry without its data: all that `build` needs besides arrays."""
+    """Returns an entry without its data: all that `build` needs besides arrays."""
     inner = entry.array if isinstance(entry, WithAux) else entry
     described: dict[str, Any] = {"parts": {}}
     for part, array in parts(entry).items():
@@ -89,7 +89,8 @@ def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]
 
 
 def _rule_of(name: str, qtype: str, rules: Sequence[Any]) -> int | None:
-    """The rule that made a parameter: the first that matches its module and its format."""
+    """Returns the rule that made a parameter: the first that matches its module and its
+    format."""
     path = name.rpartition("/")[0]
     path = path.removeprefix("params").removeprefix("/")
     for i, rule in enumerate(rules):
@@ -122,7 +123,7 @@ def _spec_from(fields: Mapping[str, Any]) -> Spec:
 
 
 def build(name: str, described: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
-    """The entry again. Raises ValueError if its parts do not belong together."""
+    """Returns the entry again. Raises ValueError if its parts do not belong together."""
     if "qtype" in described:
         logical = described["logical"]
         inner = QArray(
@@ -140,7 +141,8 @@ def build(name: str, described: Mapping[str, Any], arrays: Mapping[str, Any]) ->
 
 
 def rules_json(rules: Any) -> list[dict[str, Any]]:
-    """Rules, or a provider's, as plain data: the fields that are not at their default."""
+    """Returns rules, or a provider's, as plain data: the fields that are not at their
+    default."""
     rules = getattr(rules, "_rules", rules)
     out = []
     for i, rule in enumerate(as_rules(rules or ())):
@@ -175,7 +177,7 @@ def _field_json(index: int, name: str, value: Any) -> Any:
 
 
 def rules_from(manifest: Mapping[str, Any]) -> list[Any]:
-    """The rules that a checkpoint was saved with."""
+    """Returns the rules that a checkpoint was saved with."""
     out = []
     for fields in manifest["rules"]:
         fields = dict(fields)
@@ -195,7 +197,7 @@ def rules_from(manifest: Mapping[str, Any]) -> list[Any]:
 def seal(
     entries: dict[str, dict[str, Any]], rules: list, **more: Any
 ) -> dict[str, Any]:
-    """The manifest of these entries, with its sums."""
+    """Returns the manifest of these entries, with its sums."""
     for name, entry in entries.items():
         entry["sum"] = _sum_of(entry, name)
     whole = {"format": FORMAT, "version": VERSION, "rules": rules, **more}
@@ -285,5 +287,5 @@ def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
 
 
 def stored_size(part: Mapping[str, Any]) -> int:
-    """Bytes of a part at its own width."""
+    """Returns bytes of a part at its own width."""
     return math.ceil(math.prod(part["shape"]) * part["bits"] / 8)

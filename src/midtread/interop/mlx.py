@@ -70,13 +70,13 @@ def _weight(
 
 
 def read_affine(arrays: Arrays, bits: int, count: int) -> QArray:
-    """A weight of its tensors: weight, scales and biases; `count` columns."""
+    """Reads a weight from its tensors: weight, scales and biases; `count` columns."""
     raw = layouts.unpack_words(arrays["weight"], bits, count)
     return layouts.affine(raw, arrays["scales"], arrays["biases"], bits)
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:
-    """A weight of e2m1 codes and exponents."""
+    """Reads a weight from e2m1 codes and exponents."""
     scales = arrays["scales"]
     raw = layouts.unpack_words(arrays["weight"], 4, scales.shape[-1] * 32)
     codes = raw.view(ml_dtypes.float4_e2m1fn)
@@ -85,7 +85,7 @@ def read_mxfp4(arrays: Arrays) -> QArray:
 
 
 def write(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
-    """The tensors of a weight [rows, columns]: weight, scales and, of integers, biases.
+    """Returns the tensors of a weight [rows, columns]: weight, scales and, of integers, biases.
 
     Raises:
         ValueError: MLX's layout cannot say this array.
@@ -131,5 +131,5 @@ def exponents(scale: np.ndarray, where: str) -> np.ndarray:
 
 
 def config(bits: int, size: int) -> dict[str, Any]:
-    """What mlx-lm wants in config.json."""
+    """Returns what mlx-lm wants in config.json."""
     return {"group_size": size, "bits": bits, "mode": "affine"}

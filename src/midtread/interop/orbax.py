@@ -200,7 +200,7 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """What a checkpoint says of itself; no array is read."""
+    """Returns what a checkpoint says of itself; no array is read."""
     file = pathlib.Path(path).absolute() / _FILE
     try:
         manifest = json.loads(
@@ -217,7 +217,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def read_rules(path: Any) -> list[Any]:
-    """The rules that a checkpoint was saved with."""
+    """Returns the rules that a checkpoint was saved with."""
     return m.rules_from(read_manifest(path))
 
 

@@ -54,7 +54,7 @@ def find_fp8(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
 
 
 def read_fp8(arrays: Arrays, block: tuple[int, ...], where: str = "a weight") -> QArray:
-    """A weight of its tensors: weight and scale."""
+    """Reads a weight from its tensors: weight and scale."""
     codes, scale = arrays["weight"], arrays["scale"]
     return QArray(codes, whole_blocks(scale, codes.shape, block, where), None, E4M3)
 
@@ -83,7 +83,7 @@ def find_mxfp4(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:
-    """All experts [experts, in, out] of blocks and scales."""
+    """Reads all experts [experts, in, out] from blocks and scales."""
     blocks, scales = arrays["blocks"], arrays["scales"]
     codes = unpack_bits(blocks, 4, 32).reshape(*blocks.shape[:2], -1)
     scale = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)

@@ -107,14 +107,15 @@ class QuantizedFolder:
             self.tensors[name] = about
 
     def kind(self, name: str) -> Any:
-        """What tensors of one format have in common."""
+        """Returns what tensors of one format have in common."""
         if name not in self.weights:
             return "float"
         parts = self.weights[name].tensors
         return sorted((role, *self.folder.tensors[n]) for role, n in parts.items())
 
     def read(self, name: str) -> QArray | np.ndarray:
-        """A tensor: a QArray of numpy arrays where it is quantized, an array elsewhere."""
+        """Returns a tensor: a QArray of numpy arrays where it is quantized, an array
+        elsewhere."""
         if name not in self.weights:
             return self.folder.read(name)
         weight = self.weights[name]
@@ -133,7 +134,7 @@ _PARTS = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
 
 
 def _leftovers(tensors: Mapping[str, Any], used: set[str] | frozenset[str]) -> set[str]:
-    """Parts of quantized weights that no weight is made of."""
+    """Returns parts of quantized weights that no weight is made of."""
     return {n for n in tensors if n.rpartition(".")[2] in _PARTS and n not in used}
 
 
@@ -150,7 +151,7 @@ def is_mixed(source: Any) -> bool:
 
 
 def open_model(path: Any) -> Any:
-    """A model of others, whatever they wrote it in: a Source of interop/huggingface.py.
+    """Returns a model of others, whatever they wrote it in: a Source of interop/huggingface.py.
 
     Args:
         path: a Hugging Face folder, float or quantized, or a .gguf file.
@@ -169,7 +170,7 @@ def open_model(path: Any) -> Any:
 
 
 def open_quantized(folder: huggingface.Folder) -> Any:
-    """A folder as a Source: itself where it is float."""
+    """Returns a folder as a Source: itself where it is float."""
     for key in (_CONFIG, "quantization"):
         config = folder.config.get(key)
         if config is None:

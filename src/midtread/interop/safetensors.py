@@ -143,7 +143,7 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[Any]:
-    """A file to write, which takes the place of `path` once it is whole."""
+    """Yields a file to write, which takes the place of `path` once it is whole."""
     folder = os.path.dirname(os.path.abspath(path))
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         try:
@@ -158,7 +158,7 @@ def _replacing(path: str) -> Iterator[Any]:
 
 
 def _records(described: Mapping) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(entry, part, record) in the order of the data."""
+    """Yields (entry, part, record) in the order of the data."""
     for name in sorted(described):
         for part in sorted(described[name]["parts"]):
             yield name, part, described[name]["parts"][part]
@@ -169,7 +169,7 @@ def _full(name: str, part: str) -> str:
 
 
 def _stored_as(record: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """The dtype and shape that the file has for a part."""
+    """Returns the dtype and shape that the file has for a part."""
     dtype = _NAMES.get(np.dtype(record["dtype"]))
     if record["bits"] < 8:
         return "U8", [m.stored_size(record)]
@@ -193,7 +193,7 @@ def _header(described: dict, rules: list) -> bytes:
 
 
 def _format_of(record: Mapping[str, Any], qtype: str | None, part: str):
-    """The format by whose width a part is packed."""
+    """Returns the format by whose width a part is packed."""
     return as_format(qtype if part == "qvalue" and qtype else record["dtype"])
 
 
@@ -262,13 +262,13 @@ def load_float(path: Any, target: Any) -> Any:
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """What a checkpoint says of itself; no tensor is read."""
+    """Returns what a checkpoint says of itself; no tensor is read."""
     with Reader(os.fspath(path)) as reader:
         return reader.manifest()
 
 
 def read_rules(path: Any) -> list[Any]:
-    """The rules that a checkpoint was saved with."""
+    """Returns the rules that a checkpoint was saved with."""
     return m.rules_from(read_manifest(path))
 
 
@@ -285,7 +285,7 @@ class Reader:
 
     @classmethod
     def of(cls, file: str) -> Self:
-        """One that keeps no file open: headers now, tensors by `mapped`."""
+        """Returns one that keeps no file open: it reads headers now, and tensors by `mapped`."""
         with cls(file) as reader:
             return reader
 
@@ -390,7 +390,7 @@ class Reader:
         return np.frombuffer(self.bytes(name), dtype).reshape(shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """A tensor whose bytes stay in the file until they are used."""
+        """Returns a tensor whose bytes stay in the file until they are used."""
         dtype, shape, begin, end = self.tensors[name]
         if begin == end:  # nothing cannot be mapped
             return np.zeros(shape, dtype)
@@ -398,7 +398,7 @@ class Reader:
         return np.asarray(np.memmap(self.file, dtype, "r", where, shape))
 
     def entry(self, name: str, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of an entry, each with the sum it was written with."""
+        """Returns the arrays of an entry, each with the sum it was written with."""
         arrays = {}
         for part, record in entry["parts"].items():
             full = _full(name, part)

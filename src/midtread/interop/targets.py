@@ -68,7 +68,7 @@ TARGETS = {row.name: row for row in ROWS}
 
 
 def target_of(name: str, group_size: int | None = None) -> Target:
-    """A row of the table, with other groups where asked for.
+    """Returns a row of the table, with other groups where asked for.
 
     Raises:
         ValueError: there is no such target, or its groups are fixed.
@@ -128,7 +128,8 @@ def _nibbles(part: jax.Array) -> jax.Array:
 
 
 def quantized(x: np.ndarray, spec: Spec) -> QArray:
-    """A matrix rounded to nearest, in numpy arrays: some rows at a time if it is large."""
+    """Returns a matrix rounded to nearest, in numpy arrays: some rows at a time if it is
+    large."""
     step = max(ROWS_AT_ONCE // x.shape[1] // 128, 1) * 128
     if spec.format.scale == "two_level":  # there is a scale of the whole matrix
         step = len(x)
@@ -153,7 +154,7 @@ _WRITERS = {"GPTQ": gptq.write_gptq, "AWQ": gptq.write_awq, "MLX": mlx.write}
 
 
 def scheme_and_tensors(q: QArray, target: Target, module: str):
-    """What the config has to say of a module, and its tensors by their whole names."""
+    """Returns what the config has to say of a module, and its tensors by their whole names."""
     if target.layout == COMPRESSED:
         scheme, tensors = compressed_tensors.write(q, target.activations, module)
     else:
@@ -164,7 +165,7 @@ def scheme_and_tensors(q: QArray, target: Target, module: str):
 
 
 def config_of(target: Target, schemes: Mapping[str, Any], left: Sequence[str]):
-    """What goes into config.json, by key."""
+    """Returns what goes into config.json, by key."""
     if target.layout == COMPRESSED:
         return {"quantization_config": compressed_tensors.config(schemes, left)}
     kinds = list(dict.fromkeys(schemes.values()))

@@ -100,17 +100,18 @@ class Parity:
 
 
 def schema() -> Any:
-    """The flatbuffer's classes."""
-    return _require("ai_edge_litert.schema_py_generated")
+    """Returns the flatbuffer's classes."""
+    return require("ai_edge_litert.schema_py_generated")
 
 
-def _require(name: str) -> Any:
+def require(name: str) -> Any:
+    """Imports a module that reading or writing LiteRT files needs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
             f"{name.split('.')[0]} is not installed, which LiteRT files need: "
-            "run `pip install '.[litert]'` in Midtread's folder."
+            "run `pip install '.[litert]'` in Midtread's folder (Linux x86-64 and macOS)."
         ) from error
 
 
@@ -226,7 +227,7 @@ def _as_text(file: File) -> str:
 
 
 def _interpreter(path: str | os.PathLike) -> Any:
-    interpreter = _require("ai_edge_litert.interpreter").Interpreter(
+    interpreter = require("ai_edge_litert.interpreter").Interpreter(
         model_path=os.fspath(path)
     )
     interpreter.allocate_tensors()
@@ -234,7 +235,7 @@ def _interpreter(path: str | os.PathLike) -> Any:
 
 
 def run(path: str | os.PathLike, *inputs: Any) -> tuple[np.ndarray, ...]:
-    """The file's outputs, in order."""
+    """Returns the file's outputs, in order."""
     interpreter = _interpreter(path)
     wanted = interpreter.get_input_details()
     if len(wanted) != len(inputs):
@@ -267,7 +268,7 @@ def parity(path: str | os.PathLike, fn: Callable, *inputs: Any) -> tuple[Parity,
 
 
 def _steps(file: File) -> list[float | None]:
-    """The scale of each output, seen through its DEQUANTIZE."""
+    """Returns the scale of each output, seen through its DEQUANTIZE."""
     before = {
         op.outputs[0].name: op.inputs[0] for op in file.ops if op.name == "DEQUANTIZE"
     }

@@ -75,7 +75,7 @@ def find(folder: Any, config: Mapping[str, Any]) -> Found:
 
 
 def _described(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """What the metadata of all files say of each tensor."""
+    """Returns what the metadata of all files say of each tensor."""
     described = {}
     for name in _json("tensor_names", metadata.get("tensor_names"), list):
         about = _json(name, metadata.get(name), dict)
@@ -106,7 +106,7 @@ def _json(name: Any, text: Any, kind: type) -> Any:
 
 
 def _parts(tensors: Mapping[str, Any], name: str, about: Mapping) -> dict[str, str]:
-    """The tensors of a weight, by role."""
+    """Returns the tensors of a weight, by role."""
     module, _, end = name.rpartition(".")
     roles = about.get("_tensor_data_names")
     if not isinstance(roles, list) or not {"qdata", "scale"} <= {*map(str, roles)}:
@@ -137,8 +137,8 @@ def _weight(tensors, name: str, about: Mapping, parts: dict[str, str]) -> Weight
 
 
 def _activations(data: Mapping) -> tuple[tuple[str, int | None] | None, str]:
-    """Format and tile of activations that are quantized in every batch, and a sentence
-    about what is asked for and not done."""
+    """Returns format and tile of activations that are quantized in every batch, and a
+    sentence about what is asked for and not done."""
     given = data.get("act_quant_kwargs") or data.get("activation_quantization")
     if not given and _value(data.get("activation_dtype")) in (None, "bfloat16"):
         return None, ""
@@ -161,7 +161,7 @@ def _activations(data: Mapping) -> tuple[tuple[str, int | None] | None, str]:
 
 
 def _value(attribute: Any) -> Any:
-    """An attribute; of a dtype or an enum its name."""
+    """Returns an attribute; of a dtype or an enum its name."""
     return attribute.get("_data") if isinstance(attribute, Mapping) else attribute
 
 
@@ -175,7 +175,7 @@ _ACTIVATIONS = {
 
 
 def read_integers(arrays: Arrays, data: Mapping, where: str) -> QArray:
-    """Int8Tensor and IntxUnpackedToInt8Tensor: qdata, scale and perhaps zero_point."""
+    """Reads an Int8Tensor or IntxUnpackedToInt8Tensor: qdata, scale and perhaps zero_point."""
     target = _value(data.get("target_dtype", "int8"))
     if target not in [layouts.integer(bits) for bits in range(2, 9)]:
         raise layouts.refuse(where, f"codes of {target!r} are not read")
@@ -195,14 +195,14 @@ def read_integers(arrays: Arrays, data: Mapping, where: str) -> QArray:
 
 
 def read_float8(arrays: Arrays, data: Mapping, where: str) -> QArray:
-    """Float8Tensor: qdata and scale."""
+    """Reads a Float8Tensor: qdata and scale."""
     codes = arrays["qdata"]
     scale = _in_blocks(arrays["scale"], codes.shape, data, where)
     return QArray(codes, scale, None, E4M3)
 
 
 def read_int4(arrays: Arrays, data: Mapping, where: str) -> QArray:
-    """Int4Tensor: qdata, scale and zero_point, which is an offset."""
+    """Reads an Int4Tensor: qdata, scale and zero_point, which is an offset."""
     raw = arrays["qdata"].view(np.uint8)
     raw = unpack_bits(raw, 4, raw.shape[1] * 2) ^ np.uint8(8)  # -8..7 to 0..15
     scale, offset = arrays["scale"].T, arrays["zero_point"].T
@@ -215,7 +215,7 @@ def read_int4(arrays: Arrays, data: Mapping, where: str) -> QArray:
 
 
 def read_mx(arrays: Arrays, data: Mapping, where: str) -> QArray:
-    """MXTensor: qdata and exponents."""
+    """Reads an MXTensor: qdata and exponents."""
     codes, qtype = arrays["qdata"], "mxfp8"
     if codes.dtype == np.uint8:
         codes, qtype = e2m1(codes), "mxfp4"
@@ -228,7 +228,7 @@ def read_mx(arrays: Arrays, data: Mapping, where: str) -> QArray:
 
 
 def read_nvfp4(arrays: Arrays, data: Mapping, where: str) -> QArray:
-    """NVFP4Tensor: qdata, scale and perhaps per_tensor_scale."""
+    """Reads an NVFP4Tensor: qdata, scale and perhaps per_tensor_scale."""
     codes = e2m1(arrays["qdata"])
     layouts.expect(where, "block_size", data.get("block_size"), 16)
     scale = _scales(arrays["scale"], codes.shape, 16, data, where).astype(np.float32)
@@ -249,7 +249,7 @@ CLASSES = {
 
 
 def _block(data: Mapping, shape: tuple[int, ...], where: str) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Returns rows and columns that share a scale."""
     block = data.get("block_size")
     is_size = lambda b, n: type(b) is int and b > 0 and n % b == 0
     if not isinstance(block, list) or [*map(is_size, block, shape)] != [True, True]:
@@ -258,7 +258,7 @@ def _block(data: Mapping, shape: tuple[int, ...], where: str) -> tuple[int, int]
 
 
 def _in_blocks(part: np.ndarray, shape, data: Mapping, where: str) -> np.ndarray:
-    """Scales, or zero points, of the blocks that the attributes name."""
+    """Returns scales, or zero points, of the blocks that the attributes name."""
     wanted = tuple(n // b for n, b in zip(shape, _block(data, shape, where)))
     if part.size != wanted[0] * wanted[1]:
         raise layouts.refuse(
@@ -268,7 +268,7 @@ def _in_blocks(part: np.ndarray, shape, data: Mapping, where: str) -> np.ndarray
 
 
 def _scales(scale: np.ndarray, shape, size: int, data: Mapping, where: str):
-    """Scales [rows, groups], in the order of the codes."""
+    """Returns scales [rows, groups], in the order of the codes."""
     rows, groups = shape[0], shape[1] // size
     if not data.get("is_swizzled_scales"):
         layouts.expect(where, "scale", scale.shape, (rows, groups))

@@ -46,7 +46,7 @@ _STATE = ("quant_stats", "_overwrite_with_gradient")  # collections, and names o
 
 
 def open_tree(tree: Any) -> Tree:
-    """The entries of a Linen variable dict, an NNX model or another pytree."""
+    """Returns the entries of a Linen variable dict, an NNX model or another pytree."""
     if isinstance(tree, nn.Module):
         raise TypeError(
             "a Linen module holds no arrays: pass its variables, or for a target what "
@@ -148,7 +148,7 @@ def _open_nnx(model: nnx.Module) -> Tree:
 
 
 def parts(entry: Any) -> dict[str, Any]:
-    """The arrays of an entry by part; '' for one that is an array itself."""
+    """Returns the arrays of an entry by part; '' for one that is an array itself."""
     inner = entry.array if isinstance(entry, WithAux) else entry
     if not isinstance(inner, QArray):
         return {"": inner}
@@ -156,7 +156,7 @@ def parts(entry: Any) -> dict[str, Any]:
 
 
 def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts from names with slashes."""
+    """Returns nested dicts from names with slashes."""
     tree: dict[str, Any] = {}
     for name, entry in entries.items():
         *path, last = name.split("/")
@@ -168,14 +168,14 @@ def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(array: Any, like: Any) -> jax.Array:
-    """An array on the devices where the target has it."""
+    """Returns an array on the devices where the target has it."""
     sharding = getattr(like, "sharding", None)
     usable = isinstance(sharding, jax.sharding.Sharding)
     return jax.device_put(array, sharding if usable else None)
 
 
 def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:
-    """A tree of float arrays, as any writer names them, in a target that trains on them.
+    """Returns a tree of float arrays, as any writer names them, in a target that trains on them.
 
     Names may be joined by dots or slashes, and end in 'value' as nnx.State's do. State that
     only quantization has stays as the target has it, or begins as a new model's does.

@@ -24,7 +24,8 @@ Around them:
     candidates.py      what a candidate is: it has a plan, or a reason why not
     environment.py     the device, and which implementation the user asked for
     layout.py          from labelled axes to matrices
-    */adapter.py       from matrices to a plan for a kernel, or why not
+    */adapter.py       from matrices to a plan for a kernel, or why not; those of
+                       weight_matmul/ are few_rows.py, few_groups.py, few_codes.py, many_rows.py
     pending.py         what a matmul leaves to the kernel that comes next in a step
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
     measured.py        how fast weights were served, with float rows and quantized ones

@@ -71,7 +71,8 @@ def _e2m1(u):
 
 
 def look_up(u, table):
-    """table[u] by selects: bit 0 of u chooses within pairs, bit 1 among pairs of pairs, ..."""
+    """Returns table[u] by selects: bit 0 of u chooses within pairs, bit 1 among pairs of
+    pairs, ..."""
     values = [jnp.float32(v) for v in table]
     for bit in range(len(table).bit_length() - 1):
         is_odd = (u & (1 << bit)) != 0
@@ -121,7 +122,7 @@ _WORD_BYTES = ("0x4240", "0x4341")
 
 
 def _twice(word: int) -> str:
-    """A 16-bit number in both halves of a register."""
+    """Returns a 16-bit number in both halves of a register."""
     return f"0x{word << 16 | word:08x}"
 
 
@@ -139,9 +140,9 @@ def _packed_words(bits: int, is_signed: bool) -> Callable[[int], str]:
     """Codes of an upper nibble stay there, in units of 16, and are multiplied down."""
 
     def text(plane: int) -> str:
-        byte, place = divmod(plane * bits, 8)
-        unit = 16 if place >= 4 else 1
-        shift, half = 8 * byte + place - (4 if unit > 1 else 0), 1 << bits - 1
+        byte, bit = divmod(plane * bits, 8)
+        unit = 16 if bit >= 4 else 1
+        shift, half = 8 * byte + bit - (4 if unit > 1 else 0), 1 << bits - 1
         flipped = half * unit * is_signed
         return _WORDS_PACKED.format(
             shift=shift,
@@ -323,7 +324,8 @@ _ROWS_E2M1 = """
 
 
 def _packed_rows(bits: int, offset: int) -> str:
-    """Two codes of `bits` bits; flipping the sign bit of signed ones adds `offset`."""
+    """Returns instructions for two codes of `bits` bits; flipping the sign bit of signed
+    ones adds `offset`."""
     mask = (1 << bits) - 1
     return _ROWS_PACKED.format(
         low=_twice(mask),
@@ -438,7 +440,7 @@ DECODERS = {
 
 
 def decoder(fmt: Format) -> Decoder | None:
-    """The row that decodes a format; None if there is none."""
+    """Returns the row that decodes a format; None if there is none."""
     if fmt.table is None:
         return DECODERS.get(fmt.dtype.name)
     tables = {(4, 16): TABLE_OF_16, (2, 2): TABLE_OF_4, (2, 4): TABLE_OF_4}
@@ -446,7 +448,7 @@ def decoder(fmt: Format) -> Decoder | None:
 
 
 def formats(kind: str) -> tuple[str, ...]:
-    """The formats that a kind of kernel takes: those whose row fills this column.
+    """Returns the formats that a kind of kernel takes: those whose row fills this column.
 
     >>> [name for name in formats("words") if name.startswith("uint")]
     ['uint8', 'uint4', 'uint2']
@@ -463,8 +465,8 @@ def num_planes(fmt: Format) -> int:
 
 
 def planes(bytes_: jax.Array, fmt: Format, dtype) -> tuple[jax.Array, ...]:
-    """The values of the codes in some bytes, exact, in `dtype`: an array for each code that
-    a byte holds."""
+    """Returns the values of the codes in some bytes, exact, in `dtype`: an array for each
+    code that a byte holds."""
     values = decoder(fmt).plain(bytes_)
     if fmt.table is not None:
         values = tuple(look_up(u, fmt.table) for u in values)
@@ -472,7 +474,7 @@ def planes(bytes_: jax.Array, fmt: Format, dtype) -> tuple[jax.Array, ...]:
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
-    """Codes [.., N] as they lie in memory, int8 [.., N / planes]."""
+    """Returns codes [.., N] as they lie in memory, int8 [.., N / planes]."""
     count = 8 // dtype_bits(codes.dtype)
     if count > 1:
         codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)

@@ -29,9 +29,16 @@ import jax.numpy as jnp
 class Pending(NamedTuple):
     """A matrix that is not summed up and scaled yet."""
 
-    parts: jax.Array  # [P, M, N] in float32
+    parts: jax.Array  # [P, M, N] in float32, or one part that needs no more
     columns: jax.Array | None = None  # [N]
     rows: jax.Array | None = None  # [M]
+
+    def total(self) -> jax.Array:
+        """[M, N], summed and scaled: in float32, or as it is if nothing is left to do."""
+        out = self.parts[0] if len(self.parts) == 1 else jnp.sum(self.parts, 0)
+        if self.columns is not None:
+            out = out * self.columns.astype(jnp.float32)
+        return out if self.rows is None else out * self.rows[:, None]
 
 
 class Left:

@@ -12,7 +12,9 @@ The model:
     build.py          a model as a config describes it, quantized, and what that reached
     model.py          the decoder: layers, head, multi-token prediction
     layers.py         linear layers, the embedding, norms and gates
-    attention.py      attention, and the choice of how it is computed
+    attention.py      attention, from the stream to the stream
+    seen.py           which earlier tokens each token looks at
+    attend.py         attention's formula, and the choice of how it is computed
     latent.py         DeepSeek's attention, which caches and decodes from latents
     blockwise.py      attention that never writes its logits to memory
     rope.py           the rotary embedding, plain or stretched
@@ -31,6 +33,8 @@ Training:
 
     train.py          a run, from a config to a report
     step.py           one step as a pure function
+    optimizer.py      how weights follow their gradients
+    stacks.py         weights of all layers in one array, or each layer's in its own
     checkpoint.py     what a run keeps, so that a killed one goes on
     ranges.py         static ranges that a calibration run has noted
     memory.py         the bytes that a step needs, from shapes alone
@@ -51,6 +55,7 @@ Serving, and other programs' files:
 
     convert.py        a float checkpoint becomes a quantized one, and that a model
     calibrate.py      quantizing by an algorithm that looks at data
+    join.py           weights that multiply the same rows become one weight
     decode.py         tokens, from a cache
     cache.py          keys and values of past tokens, in few bits if asked for
     generate.py       text from a model

@@ -91,7 +91,7 @@ MIXTRAL = {
 
 
 def _of_qkv(number: int) -> Callable[[Model], slice]:
-    """Queries, keys or values (0, 1, 2) among the rows of all three."""
+    """Returns queries, keys or values (0, 1, 2) among the rows of all three."""
 
     def rows(m: Model) -> slice:
         widths = (m.num_query_heads, m.num_kv_heads, m.num_kv_heads)
@@ -182,12 +182,13 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 def _everywhere(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Mistral: a window in all layers, or none."""
+    """Reads Mistral's windows: one in all layers, or none."""
     return {"sliding_window_size": config.get("sliding_window") or 0}
 
 
 def _alternating(period: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Gemma, gpt-oss: every so many layers one sees all, unless layer_types say which."""
+    """Reads the windows of Gemma and gpt-oss: every so many layers one sees all, unless
+    layer_types say which."""
 
     def windows(config: Mapping[str, Any]) -> dict[str, Any]:
         every = config.get("sliding_window_pattern") or period
@@ -202,7 +203,7 @@ def _alternating(period: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def _from_some_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen: none unless asked for; then from max_window_layers on."""
+    """Reads Qwen's windows: none unless asked for; then from max_window_layers on."""
     if not config.get("use_sliding_window"):
         return {}
     first = config.get("max_window_layers", 28)
@@ -234,7 +235,7 @@ def _window(config: Mapping[str, Any], kinds: Any) -> dict[str, Any]:
 
 
 def _shortest(pattern: str) -> str:
-    """The beginning of which a pattern is a repetition.
+    """Returns the beginning of which a pattern is a repetition.
 
     >>> _shortest("LLGLLGLL")
     'LLG'
@@ -402,7 +403,7 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias")
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The row of a config.json, or a refusal that names the nearest one."""
+    """Returns the row of a config.json, or a refusal that names the nearest one."""
     kind = config.get("model_type")
     require(
         isinstance(kind, str),
@@ -425,7 +426,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
 
 def table(m: Model, arch: Architecture) -> list[Row]:
-    """A row for every array of the model.
+    """Returns a row for every array of the model.
 
     Raises:
         UsageError: the model has an array that this architecture has no tensor for.
@@ -458,14 +459,15 @@ def table(m: Model, arch: Architecture) -> list[Row]:
 
 
 def shapes(m: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every array of the model by its path, as shapes."""
+    """Returns every array of the model by its path, as shapes."""
     params = nnx.to_pure_dict(nnx.state(models.abstract(m), nnx.Param))
     flat = flax.traverse_util.flatten_dict(params)
     return {"/".join(map(str, path)): x for path, x in flat.items()}
 
 
 def _inside_layer(m: Model, path: str) -> tuple[str, range | int | None]:
-    """A path as it is inside a layer, and the layers (one, or all of a stack) it is of."""
+    """Returns a path as it is inside a layer, and the layers (one, or all of a stack) it is
+    of."""
     parts = path.split("/")
     first = m.first_num_dense_layers if m.num_experts > 1 else 0
     ranges = {

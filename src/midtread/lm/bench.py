@@ -28,6 +28,7 @@ from midtread.lm import (
     quantization,
     roofline,
     room,
+    stacks,
     step,
     transfers,
 )
@@ -66,7 +67,7 @@ class Timed(NamedTuple):
 
 
 def in_float(config: Config) -> Config:
-    """The same without quantization."""
+    """Returns the same config without quantization."""
     plain = {k: f.default for k, f in keys(Quantization).items()}
     without = {"ring_fp8": "ring", "minimal_with_quantization": "minimal"}
     without |= {"quantized": "minimal"}  # policies that keep codes
@@ -87,12 +88,12 @@ def measure(config: Config, name: str) -> Timed:
     pruning = build.pruning(config, build.coverage(config))
     state, parts = step.initial(model, t, pruning, layout)
     setup = step.Setup(m, t, parts.graph, config.seed, pruning, layout)
-    why_stacked = step.why_stacked(
+    why_stacked = stacks.why_stacked(
         m, t, is_pruned=pruning is not None, is_on_mesh=layout is not None,
         room=room.bytes_here(), state=state,
     )  # fmt: skip
     if why_stacked is None:
-        state = step.apart(state)
+        state = stacks.apart(state)
     started = time.perf_counter()
     compiled = step.run.lower(setup, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started

@@ -46,7 +46,7 @@ class Formula(NamedTuple):
 
 
 def attend(q, k, v, first, stop, scale, softcap=None, sinks=None) -> jax.Array:
-    """Attention of q [B T H h] over the keys `first` <= s < `stop` [B T] of k [B S K h].
+    """Returns attention of q [B T H h] over the keys `first` <= s < `stop` [B T] of k [B S K h].
 
     Args:
         v: [B, S, K, w].

@@ -9,7 +9,7 @@ A cache holds rows [B, S, heads, width] by name ("k" and "v", or MLA's "latent" 
 
 Quantizing is that of `midtread.quantize`; MaxText's KVQuant stores max |x| where we store
 the scale, and turns an all-zero row into NaN. Readers multiply codes and apply scales to
-what comes out (`lm/attention.py`, attend).
+what comes out (`lm/attend.py`).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Cache:
         return jax.tree.leaves(self.rows)[0].shape[-3]
 
     def write(self, positions: jax.Array, **new: jax.Array) -> "Cache":
-        """With `new` [B, T, heads, width] at the slots `positions` [B, T]."""
+        """Returns the cache with `new` [B, T, heads, width] at the slots `positions` [B, T]."""
         put = functools.partial(_put, positions)
         rows = {}
         for name, old in self.rows.items():
@@ -59,7 +59,7 @@ class Cache:
 
 
 def _put(positions: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
-    """`old` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
+    """Returns `old` [B, S, heads, width] with x [B, T, ..] at the slots `positions` [B, T]."""
     if positions.size == 1:  # a copy; XLA would check the bounds of a scatter first
         return jax.lax.dynamic_update_slice(
             old, x.astype(old.dtype), (0, positions[0, 0], 0, 0)
@@ -82,8 +82,8 @@ def make(
     cache_format: Format = None,
     stacked: bool | None = None,
 ) -> dict[str, Any]:
-    """Empty caches for every kind of layer of a model: a Cache stacked over the layers of a
-    scan, or a list of one for each.
+    """Returns empty caches for every kind of layer of a model: a Cache stacked over the
+    layers of a scan, or a list of one for each.
 
     Args:
         cache_format: of codes and their scales; None: the model's dtype.
@@ -112,7 +112,7 @@ def make(
 
 
 def codes(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """What to multiply, and the scale of it."""
+    """Returns what to multiply, and the scale of it."""
     if isinstance(x, QArray):
         return x.qvalue.astype(dtype), x.scale
     return x, None
@@ -123,7 +123,7 @@ def restore(x: Any, dtype: Any) -> jax.Array:
 
 
 def nbytes(caches: Any) -> int:
-    """Bytes of the caches, at the bits their formats have."""
+    """Returns bytes of the caches, at the bits their formats have."""
     bits = lambda a: jnp.iinfo(a.dtype).bits if jnp.issubdtype(a.dtype, jnp.integer) else (
         jnp.finfo(a.dtype).bits
     )  # fmt: skip

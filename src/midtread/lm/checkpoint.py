@@ -250,9 +250,9 @@ def _is_model(path: pathlib.Path) -> bool:
 
 
 def _config_above(folder: pathlib.Path, path: str) -> pathlib.Path:
-    for place in (folder, *folder.parents[:2]):
-        if (place / "config.yml").is_file():
-            return place / "config.yml"
+    for above in (folder, *folder.parents[:2]):
+        if (above / "config.yml").is_file():
+            return above / "config.yml"
     raise UsageError(f"{path} has no config.yml beside its checkpoints.")
 
 

@@ -36,7 +36,7 @@ KERNELS = ("kernel", "wi_0", "wi_1", "wo")  # parameters that a matmul takes as 
 
 
 def formats(model: nnx.Module) -> list[str]:
-    """The formats of the codes that a model has, by name."""
+    """Returns the formats of the codes that a model has, by name."""
     nodes = (node for _, node in nnx.iter_graph(model))
     return sorted({n.how.format.name for n in nodes if isinstance(n, WithAux)})
 
@@ -49,7 +49,7 @@ def has_codes(arrays: Any) -> bool:
 
 
 def load(config: Config, arrays: Any) -> nnx.Module:
-    """The model that a folder's arrays amount to, with codes where the folder has them.
+    """Returns the model that a folder's arrays amount to, with codes where the folder has them.
 
     Args:
         config: of the model; without quantization, which the folder has done.
@@ -89,7 +89,8 @@ def load(config: Config, arrays: Any) -> nnx.Module:
 
 
 def spec_of(q: QArray) -> Spec:
-    """A Spec that says of a weight what its scales do; axes of a stack are not its own."""
+    """Returns a Spec that says of a weight what its scales do; axes of a stack are not its
+    own."""
     inner = q
     while inner.ndim > 2:
         inner = inner[0]
@@ -100,7 +101,7 @@ def spec_of(q: QArray) -> Spec:
 
 
 def _activation_rules(arrays: Any, path: str) -> list[QuantizationRule]:
-    """A rule for the module of a weight whose activations are quantized, too."""
+    """Returns a rule for the module of a weight whose activations are quantized, too."""
     known = getattr(arrays.source, "activations", {})
     kinds = {known.get(name) for name in arrays.names(path)}
     kind = kinds.pop()

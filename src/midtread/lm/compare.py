@@ -85,7 +85,7 @@ def _sums(model: nnx.Module, floats: nnx.Module, batch: dict[str, Any]):
 
 
 def sections(path: str, config: Config) -> list[Section]:
-    """The parts of a report about a checkpoint; none if it is not a quantized one."""
+    """Returns the parts of a report about a checkpoint; none if it is not a quantized one."""
     if not convert.is_quantized(path):
         return []
     folder = pathlib.Path(path)
@@ -96,7 +96,7 @@ def sections(path: str, config: Config) -> list[Section]:
 
 
 def codes(model: nnx.Module) -> dict[str, np.ndarray]:
-    """{name of a weight: how often its codes are used, the lowest first}."""
+    """Returns {name of a weight: how often its codes are used, the lowest first}."""
     counts = {}
     for path, module in nnx.iter_modules(model):
         for name, box in vars(module).items():

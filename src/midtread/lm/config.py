@@ -171,7 +171,7 @@ class Model:
         "gqa", "mla: DeepSeek's latent attention"
     )
     attention: ATTENTION = key(  # noqa: RUF009
-        "auto", "how attention is computed; auto: the first that can (lm/attention.py)"
+        "auto", "how attention is computed; auto: the first that can (lm/attend.py)"
     )
     q_lora_rank: int = key(0, "mla: rank of queries; 0: no bottleneck", at_least=0)
     kv_lora_rank: int = key(64, "mla: rank of the latent that is cached", at_least=1)
@@ -291,7 +291,8 @@ class Model:
             for name in NOT_MLA:
                 require(
                     getattr(self, name) == plain[name].default,
-                    f"{name}={getattr(self, name)} means nothing with attention_type=mla.",
+                    f"{name}={getattr(self, name)} means nothing with attention_type=mla: "
+                    "drop it, or write attention_type=gqa.",
                 )
 
     @property

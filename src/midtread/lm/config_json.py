@@ -26,7 +26,7 @@ from midtread.lm.config import Model, UsageError, keys, require
 
 
 def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A folder's config.json as keys of the model.
+    """Returns a folder's config.json as keys of the model.
 
     Args:
         where: what to call the folder, in errors.
@@ -108,7 +108,7 @@ class _Reader:
 
 
 def _checked(out: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys, when the model takes them together."""
+    """Returns the keys, when the model takes them together."""
     try:
         rope.of(Model(**out))
     except UsageError as error:
@@ -151,8 +151,9 @@ TAKES = {
 
 
 def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Base, stretch and share of the rotary embedding, in the old spelling (rope_theta and
-    rope_scaling) or the new one (rope_parameters, by kind of layer in Gemma 3)."""
+    """Returns base, stretch and share of the rotary embedding, in the old spelling
+    (rope_theta and rope_scaling) or the new one (rope_parameters, by kind of layer in Gemma
+    3)."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     require(
         isinstance(given, Mapping),
@@ -193,7 +194,7 @@ def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str
 
 
 def _stretch(arch: Architecture, kind: str, config: Mapping[str, Any], where: str):
-    """`rope_scaling` as one text."""
+    """Returns `rope_scaling` as one text."""
     given = {k: config[k] for k in TAKES[kind] if config.get(k) is not None}
     longest = config.get("max_position_embeddings")
     original = "original_max_position_embeddings"
@@ -241,7 +242,8 @@ FREE = ("max_target_length", "remat_policy", "attention", "dtype", "weight_dtype
 
 
 def config_of(m: Model) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture that a model of ours is one of, and the config.json it would have.
+    """Returns the architecture that a model of ours is one of, and the config.json it would
+    have.
 
     Raises:
         UsageError: it is none of them; what keeps it from the nearest is named.
@@ -278,12 +280,12 @@ def _compared(m: Model) -> list[str]:
 
 
 def _value(m: Model, key: str) -> Any:
-    """A key to compare by: not how it is written."""
+    """Returns a key's value to compare by, however it is written."""
     return dict(rope.of(m).numbers) if key == "rope_scaling" else getattr(m, key)
 
 
 def _config(m: Model, arch: Architecture) -> dict[str, Any]:
-    """config.json with everything of the model that an architecture has a name for."""
+    """Returns config.json with everything of the model that an architecture has a name for."""
     out: dict[str, Any] = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,

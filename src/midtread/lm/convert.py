@@ -128,9 +128,9 @@ def load(config: Config, path: str) -> nnx.Module:
 
 
 def _with_factors(target: nnx.Module, manifest: Mapping[str, Any]) -> nnx.Module:
-    """The model to serve, with room for factors and rotations of inputs, and for zero points
-    that are fractions (HQQ), where the checkpoint holds some: rules do not say which weights
-    have them."""
+    """Returns the model to serve, with room for factors and rotations of inputs, and for
+    zero points that are fractions (HQQ), where the checkpoint holds some: rules do not say
+    which weights have them."""
     for path, module in nnx.iter_modules(target):
         for name, box in list(vars(module).items()):
             entry = manifest["entries"].get("/".join(map(str, (*path, name))), {})

@@ -77,7 +77,12 @@ def _paths(config: Config, suffix: str) -> list[pathlib.Path]:
         pathlib.Path(p) for p in sorted(glob.glob(config.dataset_path))
     ]  # fmt: skip
     paths = [p for p in paths if p.is_file()]
-    require(paths, f"dataset_path={config.dataset_path}: no such file.")
+    what = (
+        f"this folder has no {suffix or 'text'} files"
+        if path.is_dir()
+        else "no such file"
+    )
+    require(paths, f"dataset_path={config.dataset_path}: {what}.")
     return paths
 
 
@@ -116,7 +121,8 @@ def _jsonl(config: Config) -> Documents:
                         yield json.loads(line)
                 except json.JSONDecodeError:
                     raise UsageError(
-                        f"{path}, line {number + 1} does not read as JSON."
+                        f"{path}, line {number + 1} does not read as JSON: mend it, or "
+                        "take it out."
                     ) from None
 
     return _rows_of(config, records(), config.dataset_path)
@@ -198,7 +204,7 @@ def splits(config: Config) -> Splits:
             len(split) >= (config.batch_size if name == "training" else 1),
             f"the {name} split of dataset_type={config.dataset_type} has {len(split)} rows "
             f"of max_target_length={config.max_target_length}: too few for batch_size="
-            f"{config.batch_size}.",
+            f"{config.batch_size}. Give more text, or write smaller ones.",
         )
     tokens = sum(map(len, held_out))
     about = {**documents.about, **codec.about, "rows": len(rows[0])}

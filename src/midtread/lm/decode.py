@@ -385,11 +385,11 @@ class Server:
         tokens, self._left = np.asarray(tokens), np.array(left)
         return {int(s): [int(t) for t in tokens[s] if t >= 0] for s in busy}
 
-    def pretend(self, length: int) -> None:
+    def pretend(self, length: int, allowed: int | None = None) -> None:
         """Fills every slot with a sequence of `length` tokens whose keys and values are
-        zeros, and which may go on to the end of the cache: for timing."""
+        zeros, and which may go on by `allowed` tokens, or to the end of the cache: for timing."""
         full = lambda value: jnp.full(self.num_slots, value, jnp.int32)
-        left = full(self.length - length)
+        left = full(self.length - length if allowed is None else allowed)
         self._slots = dataclasses.replace(
             self._slots, positions=full(length), left=left
         )

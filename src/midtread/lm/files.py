@@ -144,19 +144,22 @@ class Lines:
         try:
             return json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UsageError(f"{self.where(number)} does not read as JSON.") from None
+            where = self.where(number)
+            raise UsageError(
+                f"{where} does not read as JSON: mend it, or take it out."
+            ) from None
 
 
 def _line_starts(path: pathlib.Path) -> np.ndarray:
     """Returns where the lines that are not blank begin, and the size of the file last."""
-    starts_of_chunks, place = [np.zeros(1, np.int64)], 0
+    starts_of_chunks, position = [np.zeros(1, np.int64)], 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10)
-            starts_of_chunks.append(ends + place + 1)
-            place += len(chunk)
+            starts_of_chunks.append(ends + position + 1)
+            position += len(chunk)
     starts = np.concatenate(starts_of_chunks)
-    starts = starts if starts[-1] == place else np.append(starts, place)
+    starts = starts if starts[-1] == position else np.append(starts, position)
     is_record = np.diff(starts) > 2  # a line of two bytes or less is blank
     return starts[np.append(is_record, True)]
 
@@ -294,10 +297,10 @@ class Shuffled:
         return EPOCHS * len(self.documents)
 
     def __getitem__(self, number: Any) -> str:
-        epoch, place = divmod(int(number), len(self.documents))
+        epoch, position = divmod(int(number), len(self.documents))
         order, ends = _order(self.seed, epoch, self._sizes)
-        rank = int(np.searchsorted(ends, place, side="right"))
-        within = place - int(ends[rank - 1] if rank else 0)
+        rank = int(np.searchsorted(ends, position, side="right"))
+        within = position - int(ends[rank - 1] if rank else 0)
         group = int(order[rank])
         rows = _order(self.seed, (epoch, group), (1,) * self._sizes[group])[0]
         return self.documents[self._begins[group] + int(rows[within])]

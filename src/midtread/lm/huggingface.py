@@ -60,7 +60,7 @@ AHEAD = r"model\.layers\.{layer}\..*"
 
 
 def folder_in(path: Any) -> pathlib.Path | None:
-    """The Hugging Face folder, or .gguf file, that a path is or an imported run has."""
+    """Returns the Hugging Face folder, or .gguf file, that a path is or an imported run has."""
     root = pathlib.Path(path)
     if root.suffix == GGUF and root.is_file():
         return root
@@ -71,7 +71,8 @@ def folder_in(path: Any) -> pathlib.Path | None:
 
 
 def open_model(path: Any) -> Any:
-    """A folder or .gguf file, float or quantized, by the names of a Hugging Face folder."""
+    """Returns a folder or .gguf file, float or quantized, by the names of a Hugging Face
+    folder."""
     path = pathlib.Path(path)
     inside = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
     with refusing():
@@ -79,7 +80,7 @@ def open_model(path: Any) -> Any:
 
 
 def keys_of(folder: Any) -> dict[str, Any]:
-    """The keys that a folder's config.json and tokenizer say.
+    """Returns the keys that a folder's config.json and tokenizer say.
 
     Raises:
         UsageError: it is of an architecture, or has an option, that the model lacks.
@@ -114,7 +115,7 @@ def keys_of(folder: Any) -> dict[str, Any]:
 
 
 def arrays(folder: Any, m: Model) -> hf.Arrays:
-    """The arrays of our model, by path, each read from a folder when it is asked for.
+    """Returns the arrays of our model, by path, each read from a folder when it is asked for.
 
     Raises:
         UsageError: the folder is not whole, or not of this model, by name.
@@ -133,7 +134,7 @@ def arrays(folder: Any, m: Model) -> hf.Arrays:
 
 
 def _layers_ahead(config: Mapping[str, Any]) -> int:
-    """DeepSeek-V3's layers after the last, which predict a token further."""
+    """Returns DeepSeek-V3's layers after the last, which predict a token further."""
     count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))
     return min(count, 16) if isinstance(count, int) else 0
 
@@ -152,7 +153,7 @@ def _check_tied(source: Any) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """A ValueError of the library, as one line for the command line."""
+    """Turns a ValueError of the library into one line for the command line."""
     try:
         yield
     except UsageError:
@@ -224,7 +225,7 @@ def import_folder(config: Config, source: str) -> Imported:
 
 
 def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
-    """What an imported run keeps: weights as they are, config and tokenizer."""
+    """Returns what an imported run keeps: weights as they are, config and tokenizer."""
     if origin.suffix == GGUF:
         return [origin]
     folder = source if isinstance(source, hf.Folder) else source.folder
@@ -236,7 +237,7 @@ def _files(origin: pathlib.Path, source: Any) -> list[pathlib.Path]:
 
 
 def formats() -> list[str]:
-    """What `midtread export` writes: hf, and the targets of interop/targets.py."""
+    """Returns what `midtread export` writes: hf, and the targets of interop/targets.py."""
     return ["hf", *targets.TARGETS, *gguf_export.KINDS]
 
 
@@ -310,7 +311,7 @@ def _floats_out(
 
 
 def _trained(config: Config, run: str) -> hf.Tree:
-    """A run of ours by the names of the architecture that it is one of."""
+    """Returns a run of ours by the names of the architecture that it is one of."""
     from midtread.lm import checkpoint
     from midtread.lm import model as models
 
@@ -323,7 +324,7 @@ def _trained(config: Config, run: str) -> hf.Tree:
 
 
 def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree:
-    """A checkpoint of `midtread quantize`, likewise: its codes as they are."""
+    """Returns a checkpoint of `midtread quantize` likewise, with its codes as they are."""
     from midtread.lm import convert
 
     m, model = section(config, Model), convert.load(config, run)
@@ -341,7 +342,8 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
 
 
 def _origin_of(run: str) -> pathlib.Path | None:
-    """The folder of others that a quantized checkpoint was made of, if it is still there."""
+    """Returns the folder of others that a quantized checkpoint was made of, if it is still
+    there."""
     from midtread.lm import checkpoint, convert
 
     source = checkpoint.read_about(pathlib.Path(run) / convert.FILE).get("source", "")
@@ -349,8 +351,8 @@ def _origin_of(run: str) -> pathlib.Path | None:
 
 
 def _with_plain_embedding(m: Model, tree: dict[str, Any]) -> tuple[Model, dict]:
-    """The same model without a gain of embeddings, which only Gemma's have: it goes into
-    the table, and a head that was the table becomes one of its own."""
+    """Returns the same model without a gain of embeddings, which only Gemma's have: it goes
+    into the table, and a head that was the table becomes one of its own."""
     is_gemma = m.norm_scale_offset
     if is_gemma or m.embedding_gain == 1:
         return m, tree
@@ -367,7 +369,7 @@ def _with_plain_embedding(m: Model, tree: dict[str, Any]) -> tuple[Model, dict]:
 
 
 def _write_tokenizer(config: Config, origin: Any, folder: pathlib.Path) -> None:
-    """The files of a tokenizer, from wherever the run has it."""
+    """Writes the files of a tokenizer, from wherever the run has it."""
     from midtread.lm import tokenizer as tokenizers
 
     if origin is not None and origin.is_dir():

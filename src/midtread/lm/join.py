@@ -72,7 +72,7 @@ def _join(row: Sequence[Linear]) -> None:
 
 
 def _parameters(linear: Linear) -> set[str]:
-    """The names of all variables of a module, statistics among them."""
+    """Returns the names of all variables of a module, statistics among them."""
     state = nnx.state(linear, nnx.Not(nnx.RngState))
     return {str(path[0]) for path, _ in nnx.to_flat_state(state)}
 

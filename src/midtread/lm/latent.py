@@ -40,9 +40,10 @@ from flax import nnx
 from midtread.kernels.attention import LOWEST
 from midtread.lm import cache as kv
 from midtread.lm import rope
-from midtread.lm.attention import Place, Seen, attend, seen_by
+from midtread.lm.attend import attend
 from midtread.lm.config import Model
 from midtread.lm.layers import Linear, norm
+from midtread.lm.seen import Place, Seen, seen_by
 from midtread.model.boxes import WithAux
 from midtread.numerics.qarray import QArray
 
@@ -87,7 +88,7 @@ class LatentAttention(nnx.Module):
         return self.out(out.reshape(B, T, H * vh)), cache
 
     def wide(self, q, q_rope, latent, k_rope, seen: Seen) -> jax.Array:
-        """Attention over keys and values of all heads: [B, T, H, v]."""
+        """Returns attention over keys and values of all heads: [B, T, H, v]."""
         H, _, nope, turned, vh = self.sizes
         latent, k_rope = (kv.restore(x, q.dtype) for x in (latent, k_rope))
         B, S = latent.shape[:2]
@@ -103,7 +104,7 @@ class LatentAttention(nnx.Module):
         )
 
     def narrow(self, q, q_rope, latent, k_rope, seen: Seen) -> jax.Array:
-        """The same over the latents themselves."""
+        """Computes the same over the latents themselves."""
         q = self.wkv_b.absorb(q)
         out = attend_latents((q, q_rope), (latent, k_rope), seen, self.scale)
         return self.wkv_b.values(out)
@@ -128,12 +129,12 @@ class Expansion(Linear):
         self.sizes = (R, H, nope, vh)
 
     def absorb(self, q: jax.Array) -> jax.Array:
-        """sum_n q_bthn K_rhn, what a query looks for in latents: [B, T, H, R]."""
+        """Returns sum_n q_bthn K_rhn, what a query looks for in latents: [B, T, H, R]."""
         nope = self.sizes[2]
         return self._by_heads(q, self._kernel()[:, :, :nope], summed=2)
 
     def values(self, latents: jax.Array) -> jax.Array:
-        """sum_r c_bthr V_rhv, the values of attended latents: [B, T, H, v]."""
+        """Returns sum_r c_bthr V_rhv, the values of attended latents: [B, T, H, v]."""
         nope = self.sizes[2]
         return self._by_heads(latents, self._kernel()[:, :, nope:], summed=0)
 
@@ -155,7 +156,7 @@ def attend_latents(
     seen: Seen,
     scale: float,
 ) -> jax.Array:
-    """softmax(scale (q c^T + q_rope k_rope^T)) c over the slots that each query sees.
+    """Returns softmax(scale (q c^T + q_rope k_rope^T)) c over the slots that each query sees.
 
     Shapes: [B T H R], [B T H r] and [B S 1 R], [B S 1 r] -> [B T H R].
 

@@ -28,6 +28,7 @@ from midtread.lm import loss as losses
 from midtread.lm import mesh as meshes
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
+from midtread.lm.optimizer import optimizer
 from midtread.model.coverage import human, table
 
 
@@ -79,7 +80,7 @@ def parameters_and_moments(config: Config, weights: list["Weight"]) -> tuple[int
 def optimizer_bytes(config: Config) -> float:
     """Returns the bytes of optimizer states of one parameter, on the average."""
     params = nnx.state(models.abstract(section(config, Model)), nnx.Param)
-    make = step.optimizer(section(config, Training)).init
+    make = optimizer(section(config, Training)).init
     count = sum(x.size for x in jax.tree.leaves(params))
     return optim.nbytes(jax.eval_shape(make, params)) / count
 

@@ -7,7 +7,7 @@
 Modules are named as MaxText names them (`decoder/layers/self_attention/query`), so that
 rules and files written for it find their sites. Layers are one module with stacked weights
 under a scan, or a list. Every matmul with a weight is a `lax.dot_general` or `ragged_dot`;
-attention's own two, which no preset touches, are in `lm/attention.py`.
+attention's own two, which no preset touches, are in `lm/attend.py`.
 
 Weights are kept in `weight_dtype` and cast where they are used; norms, softmax and logits
 are float32. Every weight carries logical axis names as sharding metadata ("embed", "heads",
@@ -27,7 +27,7 @@ from flax import nnx
 from midtread.kernels import environment
 from midtread.kernels.attention import SAVED
 from midtread.lm import split
-from midtread.lm.attention import Attention, Place, document_starts
+from midtread.lm.attention import Attention
 from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.latent import LatentAttention
@@ -46,13 +46,14 @@ from midtread.lm.layers import (
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
 from midtread.lm.moe import Moe
+from midtread.lm.seen import Place, document_starts
 from midtread.ops import training
 
 saved = jax.checkpoint_policies
 
 
 def _matmuls_and(*names: str):
-    """A policy that keeps results of matmuls, and what has one of these names."""
+    """Returns a policy that keeps results of matmuls, and what has one of these names."""
     named = saved.save_only_these_names(training.OUT, training.SEEN, *names, *SAVED)
     return saved.save_from_both_policies(saved.dots_with_no_batch_dims_saveable, named)
 
@@ -293,7 +294,7 @@ class Decoder(nnx.Module):
 
 
 def _summed(stream: jax.Array | Open) -> jax.Array | Open:
-    """The stream with what is to be added as an array, and not as what a matmul left."""
+    """Returns the stream with what is to be added as an array, and not as what a matmul left."""
     return stream._replace(left=None) if isinstance(stream, Open) else stream
 
 

@@ -57,9 +57,9 @@ def find(config: Config) -> pathlib.Path:
         "made with static=measure>.",
     )
     root = pathlib.Path(path).resolve()
-    for place in (root, *root.parents[:2]):
-        if (place / FILE).is_file():
-            return place / FILE
+    for above in (root, *root.parents[:2]):
+        if (above / FILE).is_file():
+            return above / FILE
     raise UsageError(
         f"{what}: load_parameters_path={path} has no {FILE}; a run made with "
         "static=measure has one when it is done."

@@ -64,9 +64,9 @@ class Rows:
 
     def __getitem__(self, number: Any) -> Batch:
         start, stop = self.spans[int(number)]
-        place = np.arange(start, stop)
-        document = np.searchsorted(self.starts, place, side="right") - 1
-        positions = place - np.maximum(self.starts[document], start)
+        numbers = np.arange(start, stop)
+        document = np.searchsorted(self.starts, numbers, side="right") - 1
+        positions = numbers - np.maximum(self.starts[document], start)
         segments = document - document[0] + 1
         tokens = self.tokens[start:stop]
         return row(tokens, positions, segments, self.length)

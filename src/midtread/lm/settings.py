@@ -36,6 +36,7 @@ TYPES = {
     "null",
     "list",
 }  # what `kind` says of keys without named values
+LISTS_OF_TEXT = ("prompt", "stop")  # one text alone is a list of one
 SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 
@@ -134,7 +135,7 @@ def validate(values: Mapping[str, Any]) -> Config:
         _require_key(name)
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     lists |= {
-        k: (v,) for k, v in values.items() if k == "prompt" and isinstance(v, str)
+        k: (v,) for k, v in values.items() if k in LISTS_OF_TEXT and isinstance(v, str)
     }
     try:
         return TypeAdapter(Config).validate_python({**values, **lists})
@@ -181,7 +182,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         takes = kind(name)
         if text in ("null", "None") and "null" in takes:
             out[name] = None
-        elif name == "prompt" and not text.startswith("["):
+        elif name in LISTS_OF_TEXT and not text.startswith("["):
             out[name] = [text]
         elif takes == "list":
             try:

@@ -12,9 +12,8 @@ have the size they would have in one piece, and a fixed range fits them as befor
 
 Randomness is a function of the seed and the step alone: nothing random is kept.
 
-Where all layers are compiled one by one, weights and moments that are stacked are kept as
-their slices while a run lasts (`apart`, optim/slices.py); checkpoints have them stacked
-(`together`).
+The optimizer is in `lm/optimizer.py`. Weights and moments come as stacks of layers, or as
+slices of these (`lm/stacks.py`).
 """
 
 import functools
@@ -25,18 +24,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from midtread import optim
 from midtread.lm.config import Model, Training
 from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
-from midtread.lm.model import Transformer, is_unrolled
+from midtread.lm.model import Transformer
+from midtread.lm.optimizer import norm, optimizer, schedule
+from midtread.lm.stacks import together
 from midtread.numerics.sparsity import Sparsity
-from midtread.optim import moments, slices
-from midtread.providers.delayed import (
-    accumulate_gradients,
-    is_overwritten,
-    overwrite_with_gradient,
-)
+from midtread.providers.delayed import accumulate_gradients
 
 
 class State(NamedTuple):
@@ -112,74 +107,6 @@ def loss_sums(m: Model, z_weight: float, model: Transformer, batch: dict, total)
     return loss, lm_loss
 
 
-# --- optimizer --------------------------------------------------------------------------------
-
-
-def schedule(t: Training) -> optax.Schedule:
-    """Returns the learning rate by step: a warm-up, then a cosine."""
-    warmup = int(t.steps * t.warmup_steps_fraction)
-    final = t.learning_rate * t.learning_rate_final_fraction
-    return optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else t.learning_rate,
-        t.learning_rate,
-        warmup,
-        max(t.steps, warmup + 1),
-        final,
-    )
-
-
-def _decays(params: Any) -> Any:
-    """Returns which weights decay: matrices do; norms and biases do not, though stacked
-    ones look like matrices."""
-    names = lambda path: {str(getattr(k, "key", "")) for k in path}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not names(path) & {"scale", "routed_bias"}, params
-    )
-
-
-def _never(path: str) -> bool:
-    return False
-
-
-def optimizer(t: Training, seed: int = 0) -> optax.GradientTransformation:
-    """Returns the optimizer that `opt_type`, `optimizer_states` and `weight_rounding` ask
-    for."""
-    betas = {"b1": t.adam_b1, "b2": t.adam_b2}
-    if t.opt_type == "adafactor":
-        del betas["b2"]
-    make = {"adamw": optim.adamw, "lion": optim.lion, "adafactor": optim.adafactor}
-    parts = [
-        make[t.opt_type](
-            schedule(t),
-            weight_decay=t.adam_weight_decay,
-            mask=_decays,
-            states=t.optimizer_states,
-            is_wide=_never if t.quantize_embedding_states else moments.is_embedding,
-            seed=seed,
-            **betas,
-        )
-    ]
-    if t.gradient_clipping_threshold:
-        parts.insert(0, clip(t.gradient_clipping_threshold))
-    if t.weight_rounding == "stochastic":
-        parts.append(optim.stochastic_rounding(seed))
-    return overwrite_with_gradient(optax.chain(*parts))
-
-
-def clip(threshold: float) -> optax.GradientTransformation:
-    """optax.clip_by_global_norm, in float32 whatever dtype gradients have: a norm that is
-    summed in bfloat16 is off by up to 1%."""
-
-    def update(grads, state, params=None):
-        del params
-        size = norm(grads)
-        wide = lambda g: g.astype(jnp.float32)
-        one = lambda g: jnp.where(size < threshold, wide(g), wide(g) / size * threshold)
-        return jax.tree.map(one, grads), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
 # --- step -------------------------------------------------------------------------------------
 
 
@@ -232,84 +159,6 @@ def initial(
     start, opt = jnp.zeros((), jnp.int32), optimizer(t).init(parts.learned)
     state = State(start, parts.learned, parts.kept, opt, masks)
     return (layout.place(state, _names(state)) if layout else state), parts
-
-
-def why_stacked(
-    m: Model,
-    t: Training,
-    *,
-    is_pruned: bool = False,
-    is_on_mesh: bool = False,
-    room: int | None = None,
-    state: State | None = None,
-) -> str | None:
-    """Returns why stacked weights are kept as stacks, or None if they are kept as slices.
-
-    Args:
-        room: the bytes of a device; None if it does not say.
-        state: what is to be kept there.
-    """
-    if not is_unrolled(m):
-        return "not all layers are compiled one by one (scan_unroll)"
-    if is_on_mesh:
-        return "a mesh cuts stacks"
-    if t.opt_type == "adafactor":
-        return "adafactor looks at all layers of a weight at once"
-    if is_pruned:
-        return "masks of pruned weights are stacks"
-    needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state)) if state else 0
-    if room is not None and needed > room:
-        return "a checkpoint needs them stacked, and there is no room for both"
-    return None
-
-
-def describe_layers(m: Model, t: Training, *, is_pruned: bool, is_on_mesh: bool) -> str:
-    """Says how a training run keeps the weights of its layers, in a line for `explain`."""
-    if not m.scan_layers:
-        return "layers: a list of modules, each with weights of its own"
-    why = why_stacked(m, t, is_pruned=is_pruned, is_on_mesh=is_on_mesh)
-    apart = "each one's weights and moments are arrays of their own while a run lasts"
-    return f"layers: {apart if why is None else f'stacked, since {why}'}"
-
-
-def apart(state: State) -> State:
-    """Returns the state with slices in the place of stacked weights and moments. It uses up
-    the stacks, one after the other."""
-
-    def one(var):
-        if not _is_stack(var):
-            return var
-        stacked = var.get_raw_value()
-        cut = jax.block_until_ready(slices.cut(stacked))
-        for array in jax.tree.leaves(stacked):
-            array.delete()
-        return var.replace(cut)
-
-    each = lambda tree: jax.tree.map(one, tree, is_leaf=_is_variable)
-    return state._replace(learned=each(state.learned), optimizer=each(state.optimizer))
-
-
-def together(tree: Any) -> Any:
-    """Returns a tree, a state or a part of it, with stacks in the place of slices."""
-
-    def one(var):
-        value = var.get_raw_value() if _is_variable(var) else None
-        return var.replace(slices.stack(value)) if _is_cut(value) else var
-
-    return jax.tree.map(one, tree, is_leaf=_is_variable)
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, slices.Slices)
-
-
-def _is_stack(var: Any) -> bool:
-    names = var.get_metadata().get("out_sharding") if _is_variable(var) else None
-    return bool(names and names[0] == "layers" and jax.tree.leaves(var))
 
 
 def _names(state: State) -> list[tuple | None]:
@@ -409,13 +258,6 @@ def _in_parts(setup, gradients, zeros, kept, batch):
     cut = lambda a: a.reshape(pieces, a.shape[0] // pieces, *a.shape[1:])
     cuts = {**jax.tree.map(cut, batch), "number": jnp.arange(pieces)}
     return jax.lax.scan(body, (zeros, kept, jnp.zeros(2)), cuts)[0]
-
-
-def norm(grads: Any) -> jax.Array:
-    """Returns the norm of the gradients of weights, in float32."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(grads)
-    weights = [g for path, g in flat if not is_overwritten(path)]
-    return optax.tree.norm([g.astype(jnp.float32) for g in weights])
 
 
 def make_eval(parts: Parts, layout: Layout | None = None):

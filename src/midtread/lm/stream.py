@@ -89,12 +89,12 @@ class Documents:
     def __getitem__(self, number: Any) -> str:
         number = int(number)
         if self.held_out:
-            place = number * self.every + self.every - 1
+            index = number * self.every + self.every - 1
         else:
-            place = number + number // (self.every - 1)
-        record = self.records[place]
+            index = number + number // (self.every - 1)
+        record = self.records[index]
         is_file = _is_files(self.records)
-        where = self.records.where(place) if is_file else f"record {place}"
+        where = self.records.where(index) if is_file else f"record {index}"
         return text_of(record, self.field, where)
 
 

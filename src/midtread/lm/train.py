@@ -32,6 +32,7 @@ from midtread.lm import (
     roofline,
     room,
     settings,
+    stacks,
     step,
 )
 from midtread.lm import model as models
@@ -277,7 +278,7 @@ class Loop:
         m, t = section(config, Model), section(config, Training)
         self.state, parts = step.initial(model, t, pruning, layout)
         self.step = step.make_step(m, t, parts, config.seed, pruning, layout)
-        why_stacked = step.why_stacked(
+        why_stacked = stacks.why_stacked(
             m, t, is_pruned=pruning is not None, is_on_mesh=layout is not None,
             room=room.bytes_here(), state=self.state,
         )  # fmt: skip
@@ -296,7 +297,7 @@ class Loop:
             )
             self._resume()
         if why_stacked is None:
-            self.state = step.apart(self.state)
+            self.state = stacks.apart(self.state)
         first = int(self.state.step)
         self.metrics = Metrics(folder, first, config.enable_tensorboard)
 
@@ -367,10 +368,10 @@ class Loop:
             "seconds": self.seconds,
             "reached": self.reached,
         }
-        self.checkpoints.save(step.together(self.state), meta)
+        self.checkpoints.save(stacks.together(self.state), meta)
 
     def weights(self) -> nnx.State:
-        learned = step.prune(step.together(self.state.learned), self.state.masks)
+        learned = step.prune(stacks.together(self.state.learned), self.state.masks)
         return nnx.filter_state(learned, nnx.Param)
 
     def close(self) -> None:

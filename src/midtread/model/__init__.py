@@ -11,11 +11,14 @@ running.py    which model, module and provider are at work on this thread
 weights.py    which operand of a matmul is a parameter
 flaxlib.py    Linen and NNX behind the same few functions
 boxes.py      how a quantized parameter is stored in a model
+moves.py      how codes follow what a layer does to a parameter before it multiplies
+guards.py     refuses an optimizer over codes, with what to write instead
 
 explain.py    what a provider does to a model, op by op, from
   ledger.py     what was seen while the model was traced,
   jaxprs.py     what the traced program multiplies, and how often,
   operands.py   the formats of each operand,
+  clipping.py   how much of the data static ranges cut off,
   chosen.py     and the kernels that were chosen, as
   coverage.py   rows, totals and a table
 prove.py      what the compiled program multiplies and sends, read from

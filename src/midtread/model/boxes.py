@@ -50,7 +50,8 @@ class WithAux:
 
     @property
     def value(self) -> "WithAux":
-        return flaxlib.unbox(self)
+        array = flaxlib.unbox(self.array)
+        return self if array is self.array else self.replace(array=array)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +171,8 @@ class WithAux:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """`a @ b` where one is a QArray: the provider's while a model runs, else the op's."""
+    """Computes `a @ b` where one is a QArray: by the provider while a model runs, else by
+    the op."""
     if running.any_enabled():
         return jnp.matmul(a, b)
     if a.ndim == 0 or b.ndim == 0:
@@ -187,7 +189,7 @@ QArray.__rmatmul__ = lambda self, other: _product(other, self)  # pyright: ignor
 
 
 def _of_values(name: str) -> Callable:
-    """An operator of arrays, on the values of a box."""
+    """Returns an operator of arrays, on the values of a box."""
 
     def method(self: WithAux, *others: Any) -> Any:
         return getattr(self.__jax_array__(), name)(*others)
@@ -240,7 +242,7 @@ def _restored(target: QArray, state: dict[str, Any]) -> QArray:
 
 
 def _from_bytes(stored: Any, part: Any) -> Any:
-    """What `_as_bytes` stored, in the dtype of the part that it goes to."""
+    """Returns what `_as_bytes` stored, in the dtype of the part that it goes to."""
     is_bytes = _is_foreign(part) and stored.dtype == np.uint8
     return np.asarray(stored).view(part.dtype) if is_bytes else stored
 

@@ -47,9 +47,9 @@ class Counter:
         jax.debug.callback(functools.partial(self._add, name, x.size), outside)
 
     def _add(self, name: str, size: int, outside: Any) -> None:
-        held = self.seen.setdefault(name, [0, 0])
-        held[0] += int(outside)
-        held[1] += size
+        counts = self.seen.setdefault(name, [0, 0])
+        counts[0] += int(outside)
+        counts[1] += size
 
 
 def clipped(
@@ -59,8 +59,8 @@ def clipped(
     data: Iterable[Any],
     variables: Mapping[str, Any] | None,
 ) -> dict[str, float]:
-    """{"encoder/dot_general0_lhs": share of its values beyond the range}, over batches of
-    data, each the input of the method or a tuple of its inputs."""
+    """Returns {"encoder/dot_general0_lhs": share of its values beyond the range}, over
+    batches of data, each the input of the method or a tuple of its inputs."""
     batches = [b if isinstance(b, tuple) else (b,) for b in data]
     if not batches:
         raise ValueError("data has no batches: pass some of what the ranges come from.")

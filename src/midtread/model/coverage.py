@@ -232,7 +232,7 @@ class Coverage:
         return lines
 
     def _clipped(self) -> list[str]:
-        """What static ranges cut off of the data, the most first."""
+        """Returns what static ranges cut off of the data, the most first."""
         if not self.clipped:
             return []
         worst = sorted(self.clipped.items(), key=lambda item: -item[1])

@@ -15,12 +15,14 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -66,6 +68,8 @@ def unbox(x: Any) -> Any:
         return unbox(x.unbox(apply_constraint=False))
     if sort == "metadata":
         return unbox(x.unbox())
+    if sort == "codes":
+        return x.map(unbox)
     leaves, tree = jax.tree.flatten(x, is_leaf=_is_unboxable)
     if not any(map(_is_unboxable, leaves)):
         return x
@@ -89,6 +93,7 @@ def _sort(kind: type) -> str:
         "array": jax.Array,
         "partitioned": nn.Partitioned,
         "metadata": nn.meta.AxisMetadata,
+        "codes": QArray,
     }
     return next(
         (name for name, base in sorts.items() if issubclass(kind, base)), "tree"
@@ -117,12 +122,36 @@ def params_of(module: Any) -> dict[str, Any]:
         return {k: unbox(v) for k, v in module.variables["params"].items()}
     if hasattr(module, "_params_here"):  # a plain function's scope
         return module._params_here
-    attributes = vars(module).items()
     return {
-        k: unbox(v)
-        for k, v in attributes
-        if hasattr(v, "get_raw_value") and isinstance(v, nnx.Param)
+        name: unbox(value)
+        for name, value in vars(module).items()
+        if (role := _roles[type(value)]) == "param"
+        or (role == "tracer" and _is_traced_param(value))
     }
+
+
+class _Roles(dict):
+    """What a module's attribute may be, by its class: "param", "tracer", "leaf", which holds
+    no modules, or "node", which may. A dict, because tracing a model asks for every attribute
+    of every module, and to ask for a class by `isinstance` is slow for Flax's."""
+
+    def __missing__(self, kind: type) -> str:
+        self[kind] = "node"
+        leaves = (nnx.Variable, jax.Array, np.dtype, str, int, float, type, type(None))
+        if issubclass(kind, (*leaves, types.FunctionType, functools.partial)):
+            self[kind] = "leaf"
+        if issubclass(kind, nnx.Param):
+            self[kind] = "param"
+        if issubclass(kind, jax.core.Tracer):
+            self[kind] = "tracer"
+        return self[kind]
+
+
+_roles = _Roles()
+
+
+def _is_traced_param(x: jax.core.Tracer) -> bool:
+    return type(x.aval) is not jax.core.ShapedArray and isinstance(x, nnx.Param)
 
 
 def all_params(model: Any) -> list[tuple[tuple, Any]]:
@@ -139,6 +168,29 @@ def all_params(model: Any) -> list[tuple[tuple, Any]]:
         for name, value in params_of(module).items()
         if hasattr(value, "dtype")
     ]
+
+
+def modules_in(model: nnx.Module) -> Iterator[nnx.Module]:
+    """Yields an NNX module and all modules inside it, each once. It does what
+    `nnx.iter_modules` does without telling paths, in a tenth of the time: tracing a model
+    asks for them."""
+    seen, waiting = set(), [model]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if not isinstance(node, nnx.Pytree):
+            inside = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+            waiting += [x for x in inside if isinstance(x, nnx.Pytree)]
+            continue
+        if isinstance(node, nnx.Module):
+            yield node
+        waiting += [
+            value
+            for name, value in vars(node).items()
+            if _roles[type(value)] == "node" and not name.startswith("_pytree__")
+        ]
 
 
 def read(var: Any) -> Any:
@@ -502,9 +554,13 @@ def _with_our_statistics(method: Callable) -> Callable:
 def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
     """Opens a scope with the module's name, as Linen does, so that the names of JAX's
     equations have it: profiles and `mt.prove` show it."""
-    outer = running.current_path()
-    name = path_of(module).removeprefix(outer).strip("/")
+    name = _below(running.current_path(), path_of(module))
     return jax.named_scope(name) if name else contextlib.nullcontext()
+
+
+@functools.lru_cache(maxsize=65536)
+def _below(outer: str, path: str) -> str:
+    return path.removeprefix(outer).strip("/")
 
 
 def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:

@@ -20,7 +20,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ from midtread.ops.context import here
 
 _NAMES = {op.path: name for name, op in OPS.items() if op.kind != BEHIND_JIT}
 _CASTS = of_kind(CAST)
+_PROMOTIONS = {"promote_dtype": list, "promote_dtype_nnx": tuple}  # what they return
 # The functions inside those jits are caught too, because somebody may have imported the jitted
 # function before it was replaced: then boxes among its arguments are seen here.
 _INSIDE_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
@@ -94,10 +95,34 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out
-    out = _originals[name](*args, **kwargs)
-    if name in _CASTS:
-        return _noted(out, args[0] if name == "promote_dtype_nnx" else args)
-    return out
+    if name not in _CASTS:
+        return _originals[name](*args, **kwargs)
+    sources = args[0] if name == "promote_dtype_nnx" else args
+    if any(map(_is_boxed, sources)):
+        return _noted(_originals[name](*args, **kwargs), sources)
+    if name in _PROMOTIONS and share_a_dtype(sources, **kwargs):
+        return _PROMOTIONS[name](sources)
+    here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
+    try:
+        out = _originals[name](*args, **kwargs)
+    finally:
+        here.closed -= 1
+    return _noted(out, sources)
+
+
+def share_a_dtype(arrays: Sequence[Any], dtype: Any = None, **options: Any) -> bool:
+    """Whether all arrays (None is left out) have the one float dtype that Flax would promote
+    them to. It would take as long to find that out as to trace a matmul."""
+    wanted = None if dtype is None else jnp.dtype(dtype)
+    for x in arrays:
+        if x is None:
+            continue
+        if not isinstance(x, jax.Array) or x.weak_type:
+            return False
+        wanted = wanted or x.dtype
+        if x.dtype != wanted:
+            return False
+    return not options and wanted is not None and is_wide(wanted)
 
 
 def _product_of_boxes(name: str, args: tuple, kwargs: dict) -> Any:
@@ -154,6 +179,7 @@ def install() -> None:
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
+        originals |= _catch_refusals()
         pl.pallas_call = _opaque(pl.pallas_call)
         if hasattr(pl, "kernel"):
             pl.kernel = _opaque(pl.kernel)
@@ -231,17 +257,17 @@ def _swap_code(name: str, fn: Any) -> Callable:
     )
     original.__kwdefaults__ = fn.__kwdefaults__
     source = (
-        f"def {fn.__name__}(*args, **kwargs):\n"
-        f"    from midtread.model.intercept import _originals, dispatch, here\n"
+        f"def {fn.__name__}(*args, _midtread, **kwargs):\n"
+        f"    here, dispatch, original = _midtread\n"
         f"    if here.active and not here.engine and not here.closed:\n"
         f"        return dispatch({name!r}, args, kwargs)\n"
-        f"    return _originals[{name!r}](*args, **kwargs)\n"
+        f"    return original(*args, **kwargs)\n"
     )
     scope: dict[str, Any] = {}
     exec(compile(source, f"<midtread: jax {name}>", "exec"), scope)  # noqa: S102
     fn.__signature__ = inspect.signature(fn)
     fn.__code__ = scope[fn.__name__].__code__
-    fn.__defaults__ = fn.__kwdefaults__ = None
+    fn.__defaults__, fn.__kwdefaults__ = None, {"_midtread": (here, dispatch, original)}
     return original
 
 
@@ -313,6 +339,56 @@ def _catch_operators() -> None:
     for name in ("T", "mT"):
         turn = operator.attrgetter(name)
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
+
+
+def _catch_refusals() -> dict[str, Callable]:
+    """Gives JAX's words about derivatives that do not exist ours where they are about
+    quantized matmuls or codes. No function of ours runs by then: forward mode behind a jit
+    is refused when the traced program is lowered, and jax.grad looks at its arguments
+    first. Both functions are private; others hold them, so their code is changed. A JAX
+    that has none of the name keeps its own words: tests/model/test_guards.py says so."""
+    from jax._src import api
+    from jax._src.interpreters import ad
+
+    originals = {}
+    for module, name, ours in (
+        (ad, "raise_custom_vjp_error_on_jvp", _refuse_forward_mode),
+        (api, "_check_input_dtype_revderiv", _refuse_codes),
+    ):
+        fn = getattr(module, name, None)
+        if fn is None:
+            continue
+        originals[ours.__name__] = types.FunctionType(fn.__code__, fn.__globals__)
+        fn.__code__ = ours.__code__
+    return originals
+
+
+# The code of these two runs with the globals of JAX's modules.
+
+
+def _refuse_forward_mode(*args, **kwargs):
+    from midtread.model.intercept import _originals
+    from midtread.ops import training
+
+    source = getattr(kwargs.get("bwd"), "debug_info", None)
+    if source is not None and training.__file__ in source.func_src_info:
+        raise TypeError(training.NO_FORWARD_MODE)
+    return _originals["_refuse_forward_mode"](*args, **kwargs)
+
+
+def _refuse_codes(*args):
+    from midtread.model.intercept import _originals
+
+    try:
+        return _originals["_refuse_codes"](*args)
+    except TypeError as error:
+        if getattr(args[-1], "itemsize", 2) > 1:
+            raise
+        raise TypeError(
+            f"{error} If these are the codes of a quantized model, they have no gradient: "
+            "take that of its adapters alone (nnx.DiffState(0, nnx.LoRAParam)), or train "
+            "the float model under a QtProvider."
+        ) from None
 
 
 def _noting(original: Callable, turn: Callable | None = None) -> Callable:

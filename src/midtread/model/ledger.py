@@ -88,7 +88,7 @@ class Witness:
             self._op.rule, self._op.op_id = index, op_id or ""
 
     def range(self, name: str, x: Any, range_: Any) -> None:
-        """Of no interest here: model/clipping.py runs the model for it."""
+        """Does nothing: model/clipping.py runs the model for it."""
 
     def contraction(self, c, recipe, lhs, rhs, run) -> Any:
         weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)
@@ -111,10 +111,10 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = flaxlib.unbox(x)
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
-        found = _float_weight_of(module, x) if hasattr(x, "dtype") else None
-        return found and re.sub(r"(~\d+|\[i\])$", "", found)
-    held = _codes_in(module)
-    near = {id(intercept.unwrap(q.qvalue)): name for name, q in held.items()}
+        name = _float_weight_of(module, x) if hasattr(x, "dtype") else None
+        return name and re.sub(r"(~\d+|\[i\])$", "", name)
+    own = _codes_in(module)
+    near = {id(intercept.unwrap(q.qvalue)): name for name, q in own.items()}
     last = x.qvalue
     for last, _ in trail(x.qvalue):
         if id(last) in near:
@@ -122,10 +122,10 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     far = {id(intercept.unwrap(q.qvalue)): name for name, q in _codes_of_model()}
     if id(last) in far:
         return far[id(last)]
-    if not origin_is_hidden(last, {k: q.qvalue for k, q in held.items()}):
+    if not origin_is_hidden(last, {k: q.qvalue for k, q in own.items()}):
         return None
-    alike = [k for k, q in held.items() if sorted(q.shape) == sorted(x.shape)]
-    return (alike or list(held) or [None])[0]
+    alike = [k for k, q in own.items() if sorted(q.shape) == sorted(x.shape)]
+    return (alike or list(own) or [None])[0]
 
 
 def _float_weight_of(module: Any, x: Any) -> str | None:
@@ -142,13 +142,13 @@ def _float_weight_of(module: Any, x: Any) -> str | None:
 
 
 def _codes_in(module: Any) -> dict[str, QArray]:
-    """{name: codes} of the quantized parameters of a module."""
+    """Returns {name: codes} of the quantized parameters of a module."""
     boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
     return _codes({**flaxlib.params_of(module), **boxes})
 
 
 def _codes_of_model() -> list[tuple[str, QArray]]:
-    """(path, codes) of every quantized parameter of the model that runs."""
+    """Returns (path, codes) of every quantized parameter of the model that runs."""
     model = running.here.active[0].model if running.here.active else None
     if isinstance(model, nn.Module):
         params = flax.core.unfreeze(model.variables.get("params", {}))
@@ -181,7 +181,8 @@ class Ledger:
     """Turns what a witness has seen and what the jaxpr has into rows."""
 
     def __init__(self, provider, seen: Witness, params: dict[str, Param], on=()):
-        """`on` is a tuple of the device whose kernels rows should name; () for no kernels."""
+        """Takes `on`, a tuple of the device whose kernels rows should name; () for no
+        kernels."""
         self.on = on
         self.rules = provider._rules
         self.provider = type(provider).__name__

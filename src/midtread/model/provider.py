@@ -94,9 +94,13 @@ class QuantizationProvider:
         ]
         self._rule_matches = [0] * len(self._rules)
         self._paths: dict[str, set[str]] = {}  # every path seen, in order, and its ops
+        self._rule_at: dict[tuple[str, str], int | None] = {}  # what `rule_at` has said
         self._initial_run_complete = False
         self.disable_jit = disable_jit
         self.strict = strict
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._rules})"
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         """Fills in defaults and refuses what makes no sense."""
@@ -138,7 +142,7 @@ class QuantizationProvider:
         return any(recipe_of(rule, False, True).is_random for rule in self._rules)
 
     def likeness(self) -> Any:
-        """What providers have in common whose handlers do the same; None to be alone."""
+        """Returns what providers have in common whose handlers do the same; None to be alone."""
         return None
 
     def handlers(self) -> dict[str, Callable]:
@@ -238,14 +242,19 @@ class QuantizationProvider:
 
     def rule_at(self, path: str, op_name: str) -> int | None:
         """Returns the number of the rule that applies to an op of a module, None for none."""
-        return next(self._matching_rules(path, op_name), None)
+        site = path, op_name
+        if site not in self._rule_at:
+            self._rule_at[site] = next(self._matching_rules(path, op_name), None)
+        return self._rule_at[site]
 
     def _counter(self, module: Any) -> collections.Counter:
         """Returns the counts of ops in a module in this call. Linen modules that share a scope
         share the counts."""
         owner = module.scope if isinstance(module, nn.Module) else module
         counters = running.call_of(self).counters
-        return counters.setdefault(id(owner), (owner, collections.Counter()))[1]
+        if id(owner) not in counters:
+            counters[id(owner)] = owner, collections.Counter()
+        return counters[id(owner)][1]
 
     def find_param(self, module: Any, x: Any) -> str | None:
         """Returns the name of the parameter that an operand is, None for an activation."""
@@ -346,7 +355,8 @@ class QuantizationProvider:
 
 
 def like_by_rules(provider: QuantizationProvider, cls: type) -> Any:
-    """The rules, of a provider that is of this very class and so depends on nothing else."""
+    """Returns the rules, of a provider that is of this very class and so depends on nothing
+    else."""
     if type(provider) is not cls:
         return None
     key = cls, tuple(provider._rules)

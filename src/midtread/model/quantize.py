@@ -56,12 +56,14 @@ def quantize_model(
             with strict=True, a rule that matched nothing.
     """
     if not isinstance(provider, QuantizationProvider):
-        is_bare = isinstance(provider, list | tuple | type)
-        hint = (
-            ": write mt.PtqProvider(rules) or mt.QtProvider(rules)" if is_bare else ""
+        given = (
+            f"the class {provider.__name__}"
+            if isinstance(provider, type)
+            else (f"a {type(provider).__name__}")
         )
         raise TypeError(
-            f"provider should be a QuantizationProvider, not {provider!r}{hint}."
+            f"provider should be a QuantizationProvider, not {given}: write "
+            "mt.quantize_model(model, mt.PtqProvider(rules), ...), or mt.QtProvider(rules)."
         )
     methods = (methods,) if isinstance(methods, str) else methods
     guards.install()

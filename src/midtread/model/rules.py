@@ -511,6 +511,12 @@ def as_rules(rules: Iterable[Any], kind: type = QuantizationRule) -> list[Any]:
             f"[mt.{kind.__name__}(weight_qtype='int8')], say."
         )
     rules = list(rules)
+    for rule in rules:
+        if not isinstance(rule, Mapping | QuantizationRule):
+            raise TypeError(
+                f"{rule!r} is not a rule: write mt.{kind.__name__}(weight_qtype='int8'), "
+                "say, or a dict of its fields."
+            )
     return [
         _from_dict(r, i, kind) if isinstance(r, Mapping) else r
         for i, r in enumerate(rules)

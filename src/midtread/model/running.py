@@ -60,7 +60,7 @@ def cache_number(provider: Any) -> int:
 
 
 def _trace_state() -> Any:
-    """Something that is equal in one and the same trace."""
+    """Returns something that is equal in one and the same trace."""
     return jax.extend.core.get_opaque_trace_state(convention="flax")
 
 
@@ -69,7 +69,7 @@ _shared: dict[int, int] = {}  # that number -> the one in their key
 
 
 def _key_number(provider: Any) -> int:
-    """The provider's number in jit's key."""
+    """Returns the provider's number in jit's key."""
     kind = _kind_of(provider)
     if kind is None or not provider._initial_run_complete or provider.traces_inside:
         return cache_number(provider)
@@ -145,15 +145,16 @@ class entered:  # It is entered for every module: a generator would be slow.
 
     def __enter__(self) -> None:
         here.modules.append(self._module)
-        self._inner = [keyed(_key())]
+        self._keyed, self._reported = keyed(_key()), None
+        self._keyed.__enter__()
         if here.witness is not None:
-            self._inner.append(here.witness.inside(path_of(self._module)))
-        for inner in self._inner:
-            inner.__enter__()
+            self._reported = here.witness.inside(path_of(self._module))
+            self._reported.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        for inner in reversed(self._inner):
-            inner.__exit__(*error)
+        if self._reported is not None:
+            self._reported.__exit__(*error)
+        self._keyed.__exit__(*error)
         here.modules.pop()
 
 
@@ -227,12 +228,12 @@ def _key() -> Key | None:
     """Returns jit's cache key for the providers enabled now and the rules that apply."""
     if not here.active or here.closed:
         return None
-    models = tuple(
+    models = [
         (_key_number(call.provider), call.provider.rules_here())
         for call in here.active
         if call.is_enabled
-    )
-    return Key(models, here.watched) if models else None
+    ]
+    return Key(tuple(models), here.watched) if models else None
 
 
 @contextlib.contextmanager

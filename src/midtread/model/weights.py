@@ -7,7 +7,7 @@ a float parameter counts as that parameter.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -28,17 +28,22 @@ ADAPTERS = ("_lora_a", "_lora_b")  # parameters beside a weight that no rule is 
 
 def find_param(module: Any, x: Any) -> str | None:
     """Returns the name of the parameter that `x` is, or is a transpose of, or None."""
-    params = {k: v for k, v in flaxlib.params_of(module).items() if hasattr(v, "shape")}
-    by_id = {id(intercept.unwrap(v)): name for name, v in params.items()}
+    params = flaxlib.params_of(module)
+    arrays = {name: intercept.unwrap(param) for name, param in params.items()}
+    alike = [k for k, v in params.items() if getattr(v, "shape", None) == x.shape]
+    # Casts, reshapes and transposes leave the number of elements as it is.
+    size = intercept.unwrap(x).size
+    if not alike and all(getattr(v, "size", None) != size for v in arrays.values()):
+        return None
+    by_id = {id(array): name for name, array in arrays.items()}
     last = x
     for last in intercept.ancestors(flaxlib.unbox(x)):
-        if id(last) in by_id:
-            return by_id[id(last)]
+        name = by_id.get(id(last))
+        if name is not None and hasattr(params[name], "shape"):
+            return name
     if not origin_is_hidden(last, params):
         return None
-    return next(
-        (k for k, v in params.items() if v.shape == x.shape and _is_plain(k, v)), None
-    )
+    return next((name for name in alike if _is_plain(name, params[name])), None)
 
 
 def find_part(call: Any, module: Any, x: Any) -> tuple[Any, str, list[Move]] | None:
@@ -47,9 +52,11 @@ def find_part(call: Any, module: Any, x: Any) -> tuple[Any, str, list[Move]] | N
     known = params_near(call, module)
     for ancestor, moves in trail(flaxlib.unbox(x)):
         for params in known:
-            _, owner, name = params.get(id(ancestor), (None, None, ""))
-            held = None if owner is None else flaxlib.params_of(owner).get(name)
-            if held is not None and is_float(held) and _is_plain(name, held):
+            if id(ancestor) not in params:
+                continue
+            _, owner, name = params[id(ancestor)]
+            param = flaxlib.params_of(owner).get(name)
+            if param is not None and is_float(param) and _is_plain(name, param):
                 return owner, name, moves
     return None
 
@@ -65,22 +72,43 @@ def note_given(call: Any, module: Any, name: str, param: Any) -> None:
 def params_near(call: Any, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
     """Returns {id: (array, module that holds it, name)} of what a model can multiply by: what
     Linen gave out in this call, the module's own, and all that an NNX model holds."""
-    own = {
+    known = [call.notes.get("given", {}), _params_by_id(module)]
+    modules: Mapping[int, Any] = {}
+    if isinstance(call.model, nnx.Module):
+        _, modules, params = _inside(call, call.model)
+        known.append(params)
+    if id(module) not in modules and isinstance(module, nnx.Module):
+        known.append(_inside(call, module).params)  # nobody's, or a transform's
+    return known
+
+
+class _Inside(NamedTuple):
+    """What an NNX module holds. It keeps the module: the id() of one gone is used again."""
+
+    root: nnx.Module
+    modules: dict[int, nnx.Module]
+    params: dict[int, tuple[Any, Any, str]]
+
+
+def _inside(call: Any, root: nnx.Module) -> _Inside:
+    """Returns what a module held when this call of the model first asked."""
+    asked = call.notes.setdefault("inside", {})
+    if id(root) not in asked:
+        modules = {id(module): module for module in flaxlib.modules_in(root)}
+        params = {}
+        for module in modules.values():
+            params |= _params_by_id(module)
+        asked[id(root)] = _Inside(root, modules, params)
+    return asked[id(root)]
+
+
+def _params_by_id(module: Any) -> dict[int, tuple[Any, Any, str]]:
+    """Returns {id: (array, module, name)} of a module's own parameters that are no boxes."""
+    return {
         id(array): (array, module, name)
         for name, param in flaxlib.params_of(module).items()
         if hasattr(array := intercept.unwrap(param), "dtype") and _is_plain(name, param)
     }
-    known = [call.notes.get("given", {}), own]
-    roots = [call.model]
-    if outer_module(call, module) is not module:  # nobody's, or a transform's
-        roots.append(module)
-    for root in roots:
-        if isinstance(root, nnx.Module):
-            every = call.notes.setdefault("owners", {})
-            if id(root) not in every:  # with it: id() of one gone is used again
-                every[id(root)] = root, owners(root)
-            known.append(every[id(root)][1])
-    return known
 
 
 def outer_module(call: Any, module: Any) -> Any:
@@ -90,20 +118,10 @@ def outer_module(call: Any, module: Any) -> Any:
     return flaxlib.value_at(call.model, module._path)
 
 
-def owners(model: Any) -> dict[int, tuple[Any, Any, str]]:
-    """Returns {id of a float parameter: (the parameter, its module, its name)} for an NNX
-    module and all inside it; lists and dicts of parameters are modules as well."""
-    return {
-        id(array): (array, module, name)
-        for _, module in nnx.iter_modules(model)
-        for name, param in flaxlib.params_of(module).items()
-        if hasattr(array := intercept.unwrap(param), "dtype") and _is_plain(name, param)
-    }
-
-
 def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tuple]:
-    """The parameters, as those of `known` have them by id, that `x` is a function of, and
-    of nothing else but constants; none if an input of the model or a product is among it."""
+    """Returns the parameters, as those of `known` have them by id, that `x` is a function
+    of, and of nothing else but constants; none if an input of the model or a product is
+    among it."""
     # id -> (array, what it is made of)
     memo = call.notes.setdefault("computed_from", {})
 
@@ -115,20 +133,20 @@ def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tupl
         if id(x) in memo:
             return memo[id(x)][1]
         memo[id(x)] = x, None  # until it is known
-        made, found = intercept.made_by(x), {}
-        if made is None:
-            found = None if isinstance(x, jax.core.Tracer) else {}
-        elif _is_product(made.primitive, made.params):
-            found = None
+        equation, sources = intercept.made_by(x), {}
+        if equation is None:
+            sources = None if isinstance(x, jax.core.Tracer) else {}
+        elif _is_product(equation.primitive, equation.params):
+            sources = None
         else:
-            for operand in made.operands:
+            for operand in equation.operands:
                 part = look(operand)
                 if part is None:
-                    found = None
+                    sources = None
                     break
-                found |= part
-        memo[id(x)] = x, found
-        return found
+                sources |= part
+        memo[id(x)] = x, sources
+        return sources
 
     return list((look(flaxlib.unbox(x)) or {}).values())
 

@@ -43,7 +43,7 @@ def turn(x: jax.Array, signs: jax.Array) -> jax.Array:
 
 
 def turn_back(x: jax.Array, signs: jax.Array) -> jax.Array:
-    """The inverse of `turn`: multiplies by H diag(signs) / sqrt(n)."""
+    """Inverts `turn`: it multiplies by H diag(signs) / sqrt(n)."""
     return _runs(x, signs, lambda runs, signs: _transform(runs) * signs)
 
 
@@ -59,7 +59,7 @@ def _runs(x: jax.Array, signs: jax.Array, turned: Callable) -> jax.Array:
 
 
 def _transform(x: jax.Array) -> jax.Array:
-    """H x / sqrt(n) along the last axis, by log2(n) rounds of sums and differences."""
+    """Returns H x / sqrt(n) along the last axis, by log2(n) rounds of sums and differences."""
     shape, width = x.shape, 1
     size = shape[-1]
     while width < size:

@@ -165,9 +165,16 @@ class QArray:
 
     def map(self, fn: Callable, **changes) -> "QArray":
         """Applies `fn` to every array part."""
-        parts = {name: getattr(self, name) for name in _PARTS}
-        parts = {k: fn(v) for k, v in parts.items() if v is not None}
-        return self.replace(**parts, **changes)
+        before = {name: getattr(self, name) for name in _PARTS}
+        parts = {k: fn(v) for k, v in before.items() if v is not None}
+        if changes or self.qtype is None:
+            return self.replace(**parts, **changes)
+        if all(part is before[name] for name, part in parts.items()):
+            return self
+        # `replace` does the same in three times the time: nothing is left to check.
+        new = object.__new__(QArray)
+        vars(new).update(vars(self), **parts)
+        return new
 
     # Views have the same elements, differently arranged.
     def transpose(self, *axes) -> "QArray":

@@ -82,7 +82,13 @@ class Spec:
                 f"channelwise_axes takes several axes: write [{self.channelwise_axes!r}]."
             )
         put("channelwise_axes", tuple(self.channelwise_axes))
-        tiles = dict(self.tiled_axes or {})
+        try:
+            tiles = dict(self.tiled_axes or {})
+        except TypeError:
+            raise TypeError(
+                f"tiled_axes={self.tiled_axes!r} is not a mapping: write {{0: 128}}, for one "
+                "scale of 128 neighbours along axis 0."
+            ) from None
         put("tiled_axes", tuple(sorted(tiles.items(), key=str)))
         if self.scale_dtype is not None:
             put("scale_dtype", as_scale_dtype(self.scale_dtype))

@@ -23,12 +23,16 @@ from midtread.ops.ragged import ragged as ragged_contraction
 from midtread.ops.recipe import Recipe
 from midtread.ops.training import Ranges, train
 
+_MASK = jnp.dtype(jnp.bool_)
+
 
 def _with_codes_of_masks(
     execute: Callable[..., jax.Array], c: Contraction, lhs: Operand, rhs: Operand
 ) -> jax.Array:
     """Executes with masks taken as codes, 0 and 1. Two masks give a mask, as in JAX."""
-    is_mask = [not isinstance(x, QArray) and x.dtype == jnp.bool_ for x in (lhs, rhs)]
+    is_mask = [not isinstance(x, QArray) and x.dtype == _MASK for x in (lhs, rhs)]
+    if not any(is_mask):
+        return execute(c, lhs, rhs)
     lhs, rhs = (
         lax.convert_element_type(x, jnp.int8) if mask else x
         for x, mask in zip((lhs, rhs), is_mask)
@@ -77,9 +81,8 @@ class Ops:
             ValueError: The dimension numbers do not fit the operands.
         """
         lhs, rhs = _arrays(lhs, rhs)
-        numbers = jax.tree.map(int, dimension_numbers)
         options = _options(precision, preferred_element_type, out_sharding)
-        c = dot_contraction(numbers, lhs.ndim, rhs.ndim, **options)
+        c = dot_contraction(dimension_numbers, lhs.ndim, rhs.ndim, **options)
         _check_extents(c, lhs, rhs)
         return self._execute(c, lhs, rhs)
 
@@ -310,7 +313,9 @@ def _options(precision, preferred, out_sharding) -> dict[str, Any]:
 
 
 def _arrays(*operands: Any) -> list[Operand]:
-    return [x if isinstance(x, QArray) else jnp.asarray(x) for x in operands]
+    return [
+        x if isinstance(x, QArray | jax.Array) else jnp.asarray(x) for x in operands
+    ]
 
 
 def _check_extents(c, lhs: Operand, rhs: Operand) -> None:

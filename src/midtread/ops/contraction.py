@@ -108,7 +108,7 @@ class Contraction:
         return _with_axes(spec, channelwise, tuple(tiles.items()), kinds)
 
     def _tiled_labels(self, axis: str, side: str, spec: Spec) -> list[str]:
-        """The labels that a tile spans, the innermost one last."""
+        """Returns the labels that a tile spans, the innermost one last."""
         last = self.tiled[side == "rhs"] if self.can_tile else None
         candidates: list[str] = [] if last is None else [last]
         if axis == "kept":
@@ -267,12 +267,21 @@ class Dot(Contraction):
 
 def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **options) -> Dot:
     """Builds the contraction that lax.dot_general's dimension numbers describe."""
-    numbers = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
-    return _dot(numbers, lhs_ndim, rhs_ndim, **options)
+    try:
+        return _dot(dimension_numbers, lhs_ndim, rhs_ndim, **options)
+    except TypeError:  # there are lists among them, which no cache takes
+        return _dot(_tuples(dimension_numbers), lhs_ndim, rhs_ndim, **options)
+
+
+def _tuples(dimension_numbers) -> tuple:
+    return tuple(
+        tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # because layers look alike
 def _dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **options) -> Dot:
+    dimension_numbers = _tuples(dimension_numbers)
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
     _check_numbers(dimension_numbers, lhs_ndim, rhs_ndim)
     lhs = {a: f"k{i}" for i, a in enumerate(lhs_sum)} | {

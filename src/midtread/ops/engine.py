@@ -144,8 +144,8 @@ def is_code(x: Operand) -> bool:
 def turned_inputs(
     c: Contraction, lhs: Operand, rhs: Operand
 ) -> tuple[Operand, Operand]:
-    """The operands, with what a stored weight asks of its inputs done to the other one, if
-    that is still in float: it is rotated, then multiplied by the pre-scale."""
+    """Returns the operands, with what a stored weight asks of its inputs done to the other
+    one, if that is still in float: it is rotated, then multiplied by the pre-scale."""
     for side, other in (("lhs", "rhs"), ("rhs", "lhs")):
         mine, theirs = (lhs, rhs) if side == "lhs" else (rhs, lhs)
         if not isinstance(mine, QArray):

@@ -175,7 +175,7 @@ def _log2(n: int) -> int | None:
 
 
 def per_tensor(qtype, **fields) -> Spec:
-    """One scale for the whole operand: [1, 1].
+    """Returns a Spec with one scale for the whole operand: [1, 1].
 
     >>> per_tensor("fp8").channelwise_axes
     ()
@@ -191,7 +191,8 @@ def per_tensor(qtype, **fields) -> Spec:
 
 
 def per_channel(qtype, tile=None, **fields) -> Spec:
-    """One scale per row, [M, 1]; with a tile one per tile of the row, [M, K / tile].
+    """Returns a Spec with one scale per row, [M, 1]; with a tile one per tile of the row,
+    [M, K / tile].
 
     Formats that come in tiles (mxfp8, nvfp4) get theirs without asking.
 
@@ -212,7 +213,7 @@ def per_channel(qtype, tile=None, **fields) -> Spec:
 
 
 def blocks(qtype, size: int, **fields) -> Spec:
-    """One scale per square block: [M / size, K / size].
+    """Returns a Spec with one scale per square block: [M / size, K / size].
 
     >>> blocks("e4m3", 128).tiles
     {'kept': 128, 'summed': 128}
@@ -232,7 +233,8 @@ def blocks(qtype, size: int, **fields) -> Spec:
 
 
 def qat(weight=None, act=None, *, tile=None, **fields) -> Recipe:
-    """Quantization-aware training: low bits forward, exact straight-through backward."""
+    """Returns a recipe for quantization-aware training: low bits forward, exact
+    straight-through backward."""
     fwd = Fwd(
         act and per_channel(act, tile, **fields),
         weight and per_channel(weight, tile, **fields),
@@ -243,7 +245,7 @@ def qat(weight=None, act=None, *, tile=None, **fields) -> Recipe:
 def qt(
     weight, act, grad, *, tile=None, weight_grad_tile=None, rounding="nearest"
 ) -> Recipe:
-    """Quantized training as Qwix does it: all three matmuls in low bits.
+    """Returns a recipe for quantized training as Qwix does it: all three matmuls in low bits.
 
     Untiled, the backward reuses the forward's codes. Tiled or microscaled it quantizes
     both operands again along its own sums, where Qwix goes back to float.
@@ -261,8 +263,9 @@ def qt(
 
 
 def aqt_int8(local_shards: int = 1, rounding: str = "stochastic") -> Recipe:
-    """AQT's config_v3, MaxText's `quantization=int8`: every backward operand is quantized
-    anew. The weight gradient has `local_shards` separate ranges; 0 leaves it in float."""
+    """Returns AQT's config_v3, MaxText's `quantization=int8`: every backward operand is
+    quantized anew. The weight gradient has `local_shards` separate ranges; 0 leaves it in
+    float."""
     row = per_channel("int8")
     noisy = per_channel("int8", rounding=rounding)
     drhs = Drhs()
@@ -274,8 +277,8 @@ def aqt_int8(local_shards: int = 1, rounding: str = "stochastic") -> Recipe:
 
 
 def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
-    """AQT's fp8 training: e4m3 forward, e5m2 for both operands of both backwards, one
-    scale per tensor, bfloat16 accumulators, and gradients of clipped values pass.
+    """Returns AQT's fp8 training: e4m3 forward, e5m2 for both operands of both backwards,
+    one scale per tensor, bfloat16 accumulators, and gradients of clipped values pass.
 
     `bounds` are MaxText's `constant_bound_config`: fwd lhs, fwd rhs, dlhs lhs, dlhs rhs,
     drhs lhs, drhs rhs, in AQT's order where a backward's lhs is the gradient.
@@ -299,21 +302,23 @@ def aqt_fp8_full(bounds: tuple[float, ...] | None = None) -> Recipe:
 
 
 def aqt_weights(bits: str) -> Recipe:
-    """AQT's weight-only dot_general_make: dlhs uses the forward's codes of the weight."""
+    """Returns AQT's weight-only dot_general_make: dlhs uses the forward's codes of the
+    weight."""
     return Recipe(Fwd(None, per_channel(bits)), Dlhs(None, REUSE))
 
 
 def te_fp8(calibration: str = "absmax") -> Recipe:
-    """TransformerEngine's per-tensor fp8: e4m3 forward, e5m2 gradients. With 'absmax' scaling
-    is current; with 'delayed' the ranges are given, and come from the history."""
+    """Returns TransformerEngine's per-tensor fp8: e4m3 forward, e5m2 gradients. With
+    'absmax' scaling is current; with 'delayed' the ranges are given, and come from the
+    history."""
     fwd = per_tensor("e4m3", calibration=calibration)
     g = per_tensor("e5m2", calibration=calibration)
     return Recipe(Fwd(fwd, fwd), Dlhs(g, REUSE), Drhs(REUSE, g))
 
 
 def te_nvfp4(hadamard: int | None = 16) -> Recipe:
-    """NVIDIA's NVFP4 training (arXiv 2509.25149): 2-D weight blocks seen alike from both
-    sides, stochastic gradients, and a random Hadamard rotation of both wgrad operands."""
+    """Returns NVIDIA's NVFP4 training (arXiv 2509.25149): 2-D weight blocks seen alike from
+    both sides, stochastic gradients, and a random Hadamard rotation of both wgrad operands."""
     row = per_channel("nvfp4")
     noisy = per_channel("nvfp4", rounding="stochastic")
     return Recipe(
@@ -324,8 +329,8 @@ def te_nvfp4(hadamard: int | None = 16) -> Recipe:
 
 
 def deepseek_fp8() -> Recipe:
-    """DeepSeek-V3 (arXiv 2412.19437): 1x128 tiles of activations and gradients, 128x128
-    blocks of weights, e4m3 throughout."""
+    """Returns the recipe of DeepSeek-V3 (arXiv 2412.19437): 1x128 tiles of activations and
+    gradients, 128x128 blocks of weights, e4m3 throughout."""
     row = per_channel("e4m3", 128)
     return Recipe(Fwd(row, blocks("e4m3", 128)), Dlhs(row, REUSE), Drhs(row, row))
 
@@ -356,7 +361,7 @@ RECIPES = {
 
 
 def recipe(name: str) -> Recipe:
-    """A recipe by its name.
+    """Returns a recipe by its name.
 
     >>> recipe("qwix_int8").fwd.rhs.format.name
     'int8'

@@ -48,6 +48,10 @@ from midtread.ops.recipe import REUSE, Dlhs, Drhs, Fwd, Recipe
 
 OUT, KEPT, WEIGHT = "quantized_out", "quantized_lhs", "quantized_rhs"
 SEEN = "amax_seen"
+NO_FORWARD_MODE = (
+    "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
+    "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
+)
 
 
 class Ranges(NamedTuple):
@@ -98,7 +102,12 @@ def serve(
 ) -> jax.Array:
     """Quantizes the operands that are still float and for which `fwd` has a Spec, and
     contracts them. Gradients go straight through, also where a value was clipped."""
-    return train(c, Recipe(fwd, mask_clipped=False), lhs, rhs, ranges)
+    return train(c, _serving(fwd), lhs, rhs, ranges)
+
+
+@functools.cache
+def _serving(fwd: Fwd) -> Recipe:
+    return Recipe(fwd, mask_clipped=False)
 
 
 def _run(*args) -> jax.Array:
@@ -107,10 +116,7 @@ def _run(*args) -> jax.Array:
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(
-            "a quantized matmul has a gradient and no forward-mode derivative (jax.jvp, "
-            "jax.jacfwd): write jax.vjp, jax.grad or jax.jacrev, or take the float model."
-        ) from None
+        raise TypeError(NO_FORWARD_MODE) from None
 
 
 class _Static(NamedTuple):
@@ -123,7 +129,7 @@ class _Static(NamedTuple):
 
 @untouched
 def _train(static, c, lhs, rhs, ranges, key):
-    """What is computed where nobody takes a gradient: nothing is kept."""
+    """Computes where nobody takes a gradient: nothing is kept."""
     operands = []
     for side, x, spec, range_ in _sides(static.recipe, c, lhs, rhs, ranges):
         if spec is not None and is_float(x):

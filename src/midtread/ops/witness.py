@@ -62,7 +62,7 @@ def contraction(c: Any, recipe: Any, lhs: Any, rhs: Any, run: Callable) -> Any:
 
 
 def range_used(name: str, x: Any, range_: Any) -> Any:
-    """`range_`, which is used for the activation `x` of that name in its module."""
+    """Returns `range_`, which is used for the activation `x` of that name in its module."""
     if here.witness is not None:
         here.witness.range(name, x, range_)
     return range_

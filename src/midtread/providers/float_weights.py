@@ -109,7 +109,7 @@ class FloatWeights:
 
 
 def param_path(module: Any, name: str) -> str:
-    """The path of a parameter, 'encoder/kernel'."""
+    """Returns the path of a parameter, 'encoder/kernel'."""
     return "/".join(filter(None, (flaxlib.path_of(module), name)))
 
 

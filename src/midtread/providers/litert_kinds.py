@@ -314,7 +314,7 @@ class Kinds:
         return self._output(out, rule)
 
     def norm(self, row: Row, run, module, args, kwargs):
-        """LayerNorm, RMSNorm and GroupNorm, of ops that LiteRT has in int8."""
+        """Computes LayerNorm, RMSNorm and GroupNorm by ops that LiteRT has in int8."""
         rule, op_id = self._get_current_rule_and_op_id(row.name)
         self._check_int16(row, rule)
         x, *rest = args

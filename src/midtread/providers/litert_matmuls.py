@@ -76,7 +76,7 @@ class Matmuls:
         return self._dynamic(x, c.number_axes(spec, side, x.shape))
 
     def _channels(self, c, side: str) -> tuple[int, ...]:
-        """The axes of a weight with a scale per index; a batch axis rules them out."""
+        """Returns the axes of a weight with a scale per index; a batch axis rules them out."""
         other = c.labels("lhs" if side == "rhs" else "rhs")
         kept = c.kept(side)
         if any(x in other for x in kept):

@@ -574,7 +574,16 @@ def apply_lora_to_model(
 
     Returns:
         A model of the same kind.
+
+    Raises:
+        TypeError: A provider that makes no adapters.
     """
+    if not isinstance(provider, LoraProvider):
+        raise TypeError(
+            f"adapters are a LoraProvider's, not a {type(provider).__name__}'s: write "
+            "mt.LoraProvider(rank=8, alpha=16.0), say; with weight_qtype='nf4' the base is "
+            "quantized too."
+        )
     if isinstance(model, nnx.Module) and "rngs" not in model_inputs_kwargs:
         warnings.warn(
             "rngs must be provided for NNX models to initialize LoRA weights: pass "

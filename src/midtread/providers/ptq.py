@@ -9,7 +9,9 @@ out which and how.
 Gradients flow straight through quantized activations, so that adapters can be trained.
 """
 
+import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax
@@ -115,7 +117,7 @@ class PtqProvider(QuantizationProvider):
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         args = [self._codes_of(a) for a in args]
-        boxed = any(_is_box(a) for a in args)
+        boxed = any(map(_is_box, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
@@ -281,35 +283,29 @@ class PtqProvider(QuantizationProvider):
         if kept is None:
             self._float.note(module, name, "cuts the tiles or scales of")
             return None
-        is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
-        shape, stored_spec, moves = kept
         if isinstance(module, nn.Module) and not module.is_initializing():
-            # `init` outside of a trace may not see where a part of a parameter comes from,
-            # nor a copy by a function that was imported by name: then it left it float.
-            boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
-            if not is_whole or any(isinstance(q, QArray) for q in boxes):
-                return None
-            raise ValueError(
-                "It seems you're feeding an unquantized param to a quantized model: "
-                f"{param_path(module, name)} is float. Pass it through quantize_variables or "
-                "quantize_params first."
-            )
-        value = quantize_by_spec(param.reshape(shape).astype(x.dtype), stored_spec)
-        operand = follow(value, moves)
-        if operand is None:  # from an index that is traced inside a jit
-            operand = quantize_by_spec(x, spec)
+            _refuse_float(module, name, moves)
+            return None
+        shape, stored_spec, moves = kept
+        codes = quantize_by_spec(param.reshape(shape).astype(x.dtype), stored_spec)
+        self._store(module, name, shape, WithAux(codes, stored_spec))
+        operand = follow(codes, moves)
+        # None: from an index that is traced inside a jit
+        return quantize_by_spec(x, spec) if operand is None else operand
+
+    def _store(self, module: Any, name: str, shape: Sequence[int], box: WithAux):
+        """Puts a box in the place of a parameter, which was given `shape` first: at once, or
+        when the model is through if this is a trace of its own, which no array may leave."""
         outer = self._outer(module, name)
-        trace = intercept.trace_of(value.qvalue)
-        is_here = trace is intercept.trace_of(param) or trace is running.entry_trace()
-        is_here = is_here and outer is module
-        try:
-            if is_here:
-                flaxlib.replace_param(module, name, WithAux(value, stored_spec))
-        except flax.errors.TraceContextError:
-            is_here = False
-        if not is_here:  # inside a trace of the model's own, which no array may leave
-            self._later.append((outer, name, shape, stored_spec))
-        return operand
+        trace = intercept.trace_of(box.array.qvalue)
+        param = flaxlib.params_of(module)[name]
+        if outer is module and (
+            trace is intercept.trace_of(param) or trace is running.entry_trace()
+        ):
+            with contextlib.suppress(flax.errors.TraceContextError):
+                flaxlib.replace_param(module, name, box)
+                return
+        self._later.append((outer, name, shape, box.how))
 
     @property
     def _later(self) -> list:
@@ -343,9 +339,10 @@ class PtqProvider(QuantizationProvider):
         if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
             dtype = kwargs.get("dtype")
             return [args[0] if dtype is None else args[0].astype(dtype)]
-        plain = nn.dtypes.promote_dtype(
-            *[None if _is_box(a) else a for a in args], **kwargs
-        )
+        floats = [None if _is_box(a) else a for a in args]
+        if intercept.share_a_dtype(floats, **kwargs):
+            return list(args)
+        plain = nn.dtypes.promote_dtype(*floats, **kwargs)
         return [a if _is_box(a) else p for a, p in zip(args, plain)]
 
     def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
@@ -397,6 +394,21 @@ class PtqProvider(QuantizationProvider):
         """For subclasses: adds what the abstract run added besides boxes."""
 
 
+def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
+    """Refuses a float parameter of a Linen model in use, unless `init` may have left it so:
+    outside of a trace it may not see where a part of a parameter comes from, nor a copy by a
+    function that was imported by name."""
+    is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
+    boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
+    if not is_whole or any(isinstance(q, QArray) for q in boxes):
+        return
+    raise ValueError(
+        "It seems you're feeding an unquantized param to a quantized model: "
+        f"{param_path(module, name)} is float. Pass it through quantize_variables or "
+        "quantize_params first."
+    )
+
+
 def _is_abstract(model: nnx.Module) -> bool:
     """Made by nnx.eval_shape: shapes in the place of arrays."""
     leaves = jax.tree.leaves(nnx.state(model))
@@ -441,7 +453,7 @@ def _is_bridged(module: Any, model: Any) -> bool:
 
 
 def _is_box(x: Any) -> bool:
-    return isinstance(x, WithAux | QArray)
+    return isinstance(x, (WithAux, QArray))
 
 
 def _is_float(x: Any) -> bool:
@@ -449,5 +461,6 @@ def _is_float(x: Any) -> bool:
 
 
 def _open(x: Any) -> Any:
-    x = flaxlib.unbox(x) if isinstance(x, WithAux | nnx.Variable) else x
-    return x.array if isinstance(x, WithAux) else x
+    if isinstance(x, tuple | str):  # dimension numbers
+        return x
+    return flaxlib.unbox(x.array if isinstance(x, WithAux) else x)

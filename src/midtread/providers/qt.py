@@ -150,8 +150,8 @@ class QtProvider(QuantizationProvider):
         )
         if flaxlib.can_update(module):
             flaxlib.write(stat, over_batches.update(flaxlib.read(stat), seen))
-        found = over_batches.range(flaxlib.read(stat), seen)
-        return witness.range_used(name, x, found)
+        range_ = over_batches.range(flaxlib.read(stat), seen)
+        return witness.range_used(name, x, range_)
 
     # Linen splits a random stream over the layers of a scan. In NNX a module that rounds at
     # random has Rngs, and one that stands for a stack of layers has a stack of them.

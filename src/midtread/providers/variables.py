@@ -87,6 +87,6 @@ def quantize_variables(
 
 
 def _paths(params: Mapping[str, Any]) -> set[str]:
-    """The paths of a tree's parameters, 'encoder/kernel'."""
+    """Returns the paths of a tree's parameters, 'encoder/kernel'."""
     flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(params), sep="/")
     return set(flat)

@@ -113,7 +113,7 @@ def _draw_curve(axes: Any, name: str, lines: list[dict[str, Any]], style: str) -
 
 
 def _less(lines: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[dict]:
-    """The losses of `lines` minus those of `base`, at steps that both have."""
+    """Returns the losses of `lines` minus those of `base`, at steps that both have."""
     known = {x["step"]: x for x in base}
     out = []
     for x in lines:

@@ -31,7 +31,7 @@ def write(folder: pathlib.Path, report: Report) -> None:
 
 
 def read(folder: pathlib.Path) -> Report | None:
-    """What `write` kept; None for a checkpoint that was not calibrated."""
+    """Returns what `write` kept; None for a checkpoint that was not calibrated."""
     file = folder / FILE
     if not file.is_file():
         return None
@@ -47,7 +47,7 @@ def sections(
     compared: Any,
     codes: Mapping[str, Sequence[int]],
 ) -> list[Section]:
-    """The parts of a page about one quantized checkpoint.
+    """Returns the parts of a page about one quantized checkpoint.
 
     Args:
         folder: of the checkpoint.

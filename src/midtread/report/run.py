@@ -123,7 +123,7 @@ def _about(runs: Sequence[Run]) -> str:
 
 
 def _table(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """(headings, rows), without the columns that no run has something in."""
+    """Returns (headings, rows), without the columns that no run has something in."""
     base = _held_out(runs[0])
     every = [_row(run, base) for run in runs]
     names = [n for n in every[0] if n != "vs first" or len(runs) > 1]
@@ -132,7 +132,7 @@ def _table(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[tuple[str, ...],
 
 
 def _held_out(run: Run) -> float:
-    """The one held-out loss of a run; nan if nobody measured it."""
+    """Returns the one held-out loss of a run; nan if nobody measured it."""
     if run.served is not None:
         return run.served.loss
     return next(
@@ -141,7 +141,7 @@ def _held_out(run: Run) -> float:
 
 
 def _row(run: Run, base: float) -> dict[str, str]:
-    """The cells of a run by their headings; '' where nothing is known."""
+    """Returns the cells of a run by their headings; '' where nothing is known."""
     lines, served, loss = run.lines, run.served, _held_out(run)
     known = lambda value, text: "" if math.isnan(value) else text.format(value)
     middle = lambda values: sorted(values)[len(values) // 2] if values else math.nan
@@ -163,7 +163,7 @@ def _row(run: Run, base: float) -> dict[str, str]:
 
 
 def _differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
-    """Rows (key, its value in each run) of the keys that are not the same in all."""
+    """Returns rows (key, its value in each run) of the keys that are not the same in all."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NAMES)
     rows = ((key, *(_shown(run.config.get(key, "")) for run in runs)) for key in keys)
     return tuple(row for row in rows if len(set(row[1:])) > 1)
@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def _gap(runs: Sequence[Run], curves: plot.Curves) -> list[html.Section]:
-    """What the other curves lose more than that of the float run, or of the first."""
+    """Returns what the other curves lose more than that of the float run, or of the first."""
     if len(curves) < 2:
         return []
     floats = [run.name for run in runs if run.name in curves and _is_float(run)]

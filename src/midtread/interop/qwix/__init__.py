@@ -10,9 +10,17 @@ or, for a program that is not yours to edit:
     python -m midtread.interop.qwix -m their.program --its options
 
 `table.py` says for each of Qwix's modules and names what it is here: most often the very
-object that `import midtread` gives, else a few lines in `arrays.py`, `matmuls.py`,
-`models.py` or `sparse.py` that call it with arguments in Qwix's order. A name that is not
-in the table raises AttributeError with the nearest one that is.
+object that `import midtread` gives, else a few lines that call it with arguments in Qwix's
+order. A name that is not in the table raises AttributeError with the nearest one that is.
+
+    arrays.py    quantized arrays, and how one is quantized
+    matmuls.py   contractions, and the config of a training step
+    passes.py    the forward and the backward pass of a training op, each by itself
+    models.py    models, modules, parameters and providers
+    sparse.py    pruned weights
+    contrib.py   calibrated quantization in two passes, with
+    solvers.py     what is done to one weight, and
+    qep.py         error propagation and rotations
 
 Outside code also replaces names in Qwix's modules. Where that has a meaning here (`LINKS`
 in the table) it reaches our engine; elsewhere a warning says that it does not.

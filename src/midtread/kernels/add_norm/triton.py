@@ -34,8 +34,8 @@ def _body(
     x_ref, *refs,
     columns: int, epsilon: float, offset: float, scale_dtype, of: Pending | None,
 ):  # fmt: skip
-    """One row [1, n], in blocks whose extent is the next power of two. `of` has True for what is
-    left of y, in place of the arrays, and then None for what is not."""
+    """Computes one row [1, n], in blocks whose extent is the next power of two. `of` has
+    True for what is left of y, in place of the arrays, and then None for what is not."""
     *of_y, scale_ref, sum_ref, out_ref = refs
     mask = other = None
     if x_ref.shape[1] != columns:
@@ -136,7 +136,7 @@ def plan(a: Sum, env: Env) -> Triton | Refusal:
 def _call(
     epsilon: float, offset: float, scale_dtype, dtype, is_left: bool, interpret: bool
 ) -> Callable:
-    """The kernel as a function of x, y and scale, with gradients if y is an array."""
+    """Returns the kernel as a function of x, y and scale, with gradients if y is an array."""
 
     def plain(x, y, scale):
         total = x + y

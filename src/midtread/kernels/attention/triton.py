@@ -83,7 +83,7 @@ class Formula(NamedTuple):
 
 
 def _span(first, stop, num_keys: int):
-    """The blocks of keys, from and to, that some query of a block sees."""
+    """Returns the blocks of keys, from and to, that some query of a block sees."""
     is_empty = stop <= first
     low = jnp.min(jnp.where(is_empty, jnp.iinfo(jnp.int32).max - num_keys, first))
     high = jnp.max(jnp.where(is_empty, 0, stop))
@@ -104,7 +104,7 @@ def _logits(formula: Formula, dots, seen):
 def _forward_body(
     first_ref, stop_ref, q_ref, k_ref, v_ref, *refs, formula: Formula, num_keys: int
 ):
-    """One block of queries [t, h] of one head, against k [S, h] and v [S, w]."""
+    """Computes one block of queries [t, h] of one head, against k [S, h] and v [S, w]."""
     *sink_ref, out_ref, log2_z_ref = refs
     q, first, stop = q_ref[:, :], first_ref[:], stop_ref[:]
 
@@ -138,7 +138,7 @@ def _dq_body(
     first_ref, stop_ref, q_ref, k_ref, v_ref, g_ref, log2_z_ref, delta_ref, dq_ref, *,
     formula: Formula, num_keys: int,
 ):  # fmt: skip
-    """dq of one block of queries [t, h] of one head."""
+    """Computes dq of one block of queries [t, h] of one head."""
     q, g, first, stop = q_ref[:, :], g_ref[:, :], first_ref[:], stop_ref[:]
     log2_z, delta = log2_z_ref[:], delta_ref[:]
 
@@ -163,8 +163,8 @@ def _dkv_body(
     begin_ref, end_ref, first_ref, stop_ref, q_ref, k_ref, v_ref, g_ref, log2_z_ref,
     delta_ref, dk_ref, dv_ref, *, formula: Formula, num_queries: int,
 ):  # fmt: skip
-    """dk and dv of one block of keys [s, h] of one head, which the queries q [T, G, h] of G
-    heads see; logits are [s, t]."""
+    """Computes dk and dv of one block of keys [s, h] of one head, which the queries q [T, G,
+    h] of G heads see; logits are [s, t]."""
     k, v = k_ref[:, :], v_ref[:, :]
     num_keys, heads = k.shape[0], q_ref.shape[1]
     begin = begin_ref[0]
@@ -196,9 +196,9 @@ def _dkv_body(
 
 
 def _of_queries(q: jax.Array, k: jax.Array, blocks: Blocks):
-    """The grid of a kernel with a program for each block of queries, and the blocks of [B T],
-    [B T H .], [B S K .], [B H T] arrays that one of them sees. The last queries of a row see
-    most, so they come first."""
+    """Returns the grid of a kernel with a program for each block of queries, and the blocks
+    of [B T], [B T H .], [B S K .], [B H T] arrays that one of them sees. The last queries of
+    a row see most, so they come first."""
     (B, T, H, _), K = q.shape, k.shape[2]
     num, size, group = T // blocks.queries, blocks.queries, H // K
     token = pl.BlockSpec((None, size), lambda i, h, b: (b, num - 1 - i))
@@ -282,7 +282,8 @@ def _run_backward(formula: Formula, q, k, v, first, stop, log2_z, delta, g):
 
 
 def _queries_of_keys(first, stop, S: int, blocks: Blocks):
-    """The blocks of queries, from and to, some of which see a block of keys: [B, S / s] each."""
+    """Returns the blocks of queries, from and to, some of which see a block of keys: [B, S /
+    s] each."""
     cut = lambda x: x.reshape(x.shape[0], -1, blocks.queries)
     is_empty = stop <= first
     low = cut(jnp.where(is_empty, S, first)).min(-1)
@@ -330,12 +331,12 @@ class Triton(NamedTuple):
     is_interpreted: bool
 
     def run(self, a: Ranged) -> jax.Array:
-        """[B, T, H, w] in q's dtype."""
+        """Returns [B, T, H, w] in q's dtype."""
         T, width = a.q.shape[1], a.v.shape[-1]
         whole = self.kernels.whole
 
         def padded(x: jax.Array) -> jax.Array:
-            """Whole blocks of tokens, and heads as wide as a power of two."""
+            """Pads tokens to whole blocks, and heads to the width of a power of two."""
             spare = [(0, 0), (0, -x.shape[1] % whole)] + [(0, 0)] * (x.ndim - 2)
             if x.ndim == 4:
                 spare[-1] = (0, _wide(x.shape[-1]) - x.shape[-1])
@@ -349,7 +350,7 @@ class Triton(NamedTuple):
 
 
 def _wide(width: int) -> int:
-    """The least power of two that a head fits into, and a tensor core's least."""
+    """Returns the least power of two that a head fits into, and a tensor core's least."""
     return max(16, 1 << (width - 1).bit_length())
 
 

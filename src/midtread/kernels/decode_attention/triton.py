@@ -10,8 +10,9 @@ merges their parts (`num_parts`). Blocks outside of what a sequence sees are not
 
 Codes are multiplied as they are (triton_words.py) and scales applied to what comes out: k's to
 the logits, v's to the weights. The maximum is that of log(p) + log(scale of v), so that
-weights in float16 never exceed 1, whatever the scales are. A word of codes holds neighbours
-of a head, which become the same column of several planes; queries are read in planes too.
+weights in float16 never exceed 1, whatever the scales are. Scales are read a block ahead. A
+word of codes holds neighbours of a head, which become the same column of several planes;
+queries are read in planes too.
 
 B sequences, K heads of the cache, each read by g query heads, S slots, h numbers a head.
 """
@@ -103,22 +104,28 @@ def _body(
         block = pltriton.load(ref.at[at, :], mask=inside[:, None], other=0)
         return [block] if fmt is None else triton_words.planes(block, fmt, native)
 
-    def scale(ref, at, inside):
-        factors = pltriton.load(ref.at[at], mask=inside, other=1.0)
-        return factors.astype(jnp.float32)[None, :]
+    def place(i):
+        """Block i's slots, and which of them are seen."""
+        slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
+        return pl.ds(i * block, block), (slot >= low) & (slot < high)
+
+    def scales(i):
+        """Those of keys and of values in block i."""
+        at, inside = place(i)
+        return [pltriton.load(ref.at[at], mask=inside, other=1.0).astype(jnp.float32) for ref in refs[1:4:2]]  # fmt: skip
 
     def body(i, carry):
-        top, total, out = carry
-        at = pl.ds(i * block, block)
-        slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
-        inside = (slot >= low) & (slot < high)
+        top, total, out, of_block = carry
+        # Triton's pipeline is for what dots read, so scales are fetched ahead here.
+        of_next = [] if fmt is None else scales(i + 1)
+        at, inside = place(i)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
         logits = logits * factor
         shift = 0.0
         if fmt is not None:
-            logits = logits * scale(refs[1], at, inside)
-            shift = jnp.log2(scale(refs[3], at, inside))
+            logits = logits * of_block[0][None, :]
+            shift = jnp.log2(of_block[1])[None, :]
         if softcap is not None:
             cap = np.float32(softcap) * LOG2E
             logits = cap * jnp.tanh(logits / cap)
@@ -126,20 +133,21 @@ def _body(
         new = jnp.maximum(top, jnp.max(logits + shift, axis=1))
         fade = jnp.exp2(top - new)
         p = jnp.exp2(logits - new[:, None])
-        weights = jnp.exp2(logits + shift - new[:, None]).astype(q[0].dtype)
+        weights = (p if fmt is None else p * of_block[1][None, :]).astype(q[0].dtype)
         added = [
             pltriton.dot(weights, v).astype(jnp.float32)
             for v in values(v_ref, at, inside)
         ]
         out = [o * fade[:, None] + a for o, a in zip(out, added)]
-        return new, total * fade + jnp.sum(p, axis=1), out
+        return new, total * fade + jnp.sum(p, axis=1), out, of_next
 
     start = (
         jnp.full((ROWS,), LOWEST, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
         [jnp.zeros((ROWS, width), jnp.float32)] * num_planes,
+        [] if fmt is None else scales(begin),
     )
-    top, total, out = lax.fori_loop(begin, end, body, start)
+    top, total, out, _ = lax.fori_loop(begin, end, body, start)
     out_ref = refs[-1 if parts == 1 else -3]
     row, column = (lax.broadcasted_iota(jnp.int32, (ROWS, width), i) for i in (0, 1))
     inside = row < out_ref.shape[0]

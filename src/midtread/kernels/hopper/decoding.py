@@ -54,7 +54,8 @@ TABLE_BYTES = 256 * 32 * 4
 
 
 def pairs(table) -> np.ndarray:
-    """[256, 32]: for each byte and lane, the bfloat16 values of its low and its high code."""
+    """Returns [256, 32]: for each byte and lane, the bfloat16 values of its low and its high
+    code."""
     bits = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint16)
     low, high = np.meshgrid(bits.astype(np.uint32), bits.astype(np.uint32))
     words = (low | high << 16).reshape(256, 1).view(np.int32)
@@ -81,8 +82,8 @@ def power(fmt: Format, is_scaled: bool) -> int:
 
 
 def code(fmt: Format, is_scaled: bool = False) -> Code:
-    """The instructions that decode a format, and (slope, start) of both columns where it has
-    them."""
+    """Returns the instructions that decode a format, and (slope, start) of both columns
+    where it has them."""
     row, bits = _row(fmt), dtype_bits(fmt.dtype)
     if fmt.table is not None:
         return Code("{" + (row.rows or "") + "}", bits=bits)
@@ -104,6 +105,6 @@ def is_small_float(fmt: Format) -> bool:
 
 
 def values(bytes_KB: jax.Array, fmt: Format) -> jax.Array:
-    """[K, N] in bfloat16: what the bytes of a block stand for, for the interpreter."""
+    """Returns [K, N] in bfloat16: what the bytes of a block stand for, for the interpreter."""
     planes = decoding.planes(bytes_KB, fmt, jnp.bfloat16)
     return jnp.stack(planes, -1).reshape(bytes_KB.shape[0], -1)

@@ -83,7 +83,8 @@ class Division:
         return self.across * self.deep
 
     def accumulators(self) -> list[Any]:
-        """The numbers of this thread's accumulators, as MLIR values where they are not known."""
+        """Returns the numbers of this thread's accumulators, as MLIR values where they are
+        not known."""
         if self.across == 1:
             return list(range(self.wide))
         q = modulo(shifted(mgpu.thread_idx(), 7), self.across)
@@ -109,7 +110,8 @@ class Division:
         return plus(strip, times(g, 2)), strip, 0
 
     def interpreted(self, values, wg) -> list:
-        """[64, K] for each accumulator of a warpgroup, of values [K, 256]; for the interpreter."""
+        """Returns [64, K] for each accumulator of a warpgroup, of values [K, 256]; for the
+        interpreter."""
         first = lax.rem(wg, self.across) * self.wide
         extents, axes = order(self.bits)
         k = values.shape[0]
@@ -190,9 +192,9 @@ def decoded(
 
 
 def _given(words: list, half, bits: int, table) -> list[list]:
-    """The operands of `code` for every 8 rows: a word whose low bits hold the columns of an
-    accumulator. With a table they are 32 bits of two rows, the byte that is wanted of them,
-    and the address of the table."""
+    """Returns the operands of `code` for every 8 rows: a word whose low bits hold the
+    columns of an accumulator. With a table they are 32 bits of two rows, the byte that is
+    wanted of them, and the address of the table."""
     if table is None:
         return [[value(shifted(word, times(half, 2 * bits)))] for word in words]
     lane = modulo(mgpu.thread_idx(), 32)
@@ -207,7 +209,8 @@ def _given(words: list, half, bits: int, table) -> list[list]:
 
 
 def _starts(ref, offset, count: int) -> list:
-    """For each group, the address of what belongs to a thread's two columns, if anything does."""
+    """Returns for each group, the address of what belongs to a thread's two columns, if
+    anything does."""
     if ref is None:
         return [None] * count
     start, row = address_of(ref, offset), ref.type.shape[1]
@@ -216,8 +219,8 @@ def _starts(ref, offset, count: int) -> list:
 
 
 def _turned(ref, byte, rows: int, width: int) -> list:
-    """A word for every 8 rows of a strip of 16 bytes: it holds bytes 2g and 2g + 1 of row 2c,
-    then those of row 2c + 1."""
+    """Returns a word for every 8 rows of a strip of 16 bytes: it holds bytes 2g and 2g + 1
+    of row 2c, then those of row 2c + 1."""
     assert rows % 32 == 0, rows
     box = times(shifted(byte, 7), 1024)
     tile = modulo(shifted(mgpu.thread_idx(), 3), 4)
@@ -231,8 +234,9 @@ def _turned(ref, byte, rows: int, width: int) -> list:
 
 
 def _scaling(code: Code, start, size: int, own: list) -> tuple[list, list]:
-    """(slopes and starts for both columns of a thread, factors for the decoded values). There
-    are no factors where there are no scales, or where the slopes contain them.
+    """Returns (slopes and starts for both columns of a thread, factors for the decoded
+    values). There are no factors where there are no scales, or where the slopes contain
+    them.
 
     Args:
         own: the starts, where there are zero points.
@@ -251,8 +255,8 @@ def _scaling(code: Code, start, size: int, own: list) -> tuple[list, list]:
 
 
 def _terms(code: Code, factors: list, own_starts: list) -> list:
-    """The slope and the start of each column, multiplied by its factor if it has one. A factor
-    is a pair of two equal bfloat16 numbers."""
+    """Returns the slope and the start of each column, multiplied by its factor if it has
+    one. A factor is a pair of two equal bfloat16 numbers."""
     pair, words = ir.VectorType.get((2,), ir.BF16Type.get()), []
     for h, numbers in enumerate(code.lines):
         for i, number in enumerate(numbers):
@@ -265,12 +269,13 @@ def _terms(code: Code, factors: list, own_starts: list) -> list:
 
 
 def _twice(number: float) -> int:
-    """The bits of a pair of two equal bfloat16 numbers."""
+    """Returns the bits of a pair of two equal bfloat16 numbers."""
     return int(np.full(2, number, np.float32).astype(jnp.bfloat16).view(np.int32)[0])
 
 
 def _own_starts(code: Code, address, shift, zero_bits: int) -> list:
-    """The starts of both columns under their zero points, which are the codes at `address`."""
+    """Returns the starts of both columns under their zero points, which are the codes at
+    `address`."""
     kind = ir.IntegerType.get_signless(max(8, 2 * zero_bits))
     word = shifted(arith.extui(word_type(), llvm.load(kind, address)), shift)
     starts = []
@@ -283,7 +288,7 @@ def _own_starts(code: Code, address, shift, zero_bits: int) -> list:
 
 
 def _product(pair, factor):
-    """Two bfloat16 values times a scale, which is a pair of bfloat16 or one float32."""
+    """Returns two bfloat16 values times a scale, which is a pair of bfloat16 or one float32."""
     if factor.type == pair.type:
         return arith.mulf(pair, factor)
     wide = [
@@ -295,7 +300,7 @@ def _product(pair, factor):
 
 
 def scales(ref: Any, holders: Holders) -> list[jax.Array]:
-    """The 64 numbers of each accumulator, in float32, of one number for each column."""
+    """Returns the 64 numbers of each accumulator, in float32, of one number for each column."""
     row = plgpu.Layout.WGMMA.reduce(1)
     one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
     size = jnp.dtype(ref.dtype).itemsize
@@ -319,8 +324,8 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
 
 
 def order(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(extents that split a program's 256 columns, the order of these axes that sorts columns
-    by accumulator and by row of wgmma)."""
+    """Returns (extents that split a program's 256 columns, the order of these axes that
+    sorts columns by accumulator and by row of wgmma)."""
     if bits == 2:
         return (4, 8, 4, 2), (2, 0, 3, 1)  # w g j h -> j w h g
     if bits == 4:

@@ -81,13 +81,13 @@ class Plan:
         return self.fmt.table is not None and self.native
 
     def table_operand(self) -> dict:
-        """The table as a named operand, if there is one."""
+        """Returns the table as a named operand, if there is one."""
         if not self.looks_up:
             return {}
         return {"table": jnp.asarray(decoding.pairs(self.fmt.table))}
 
     def table_buffers(self) -> dict:
-        """Shared memory for the table, if there is one."""
+        """Returns shared memory for the table, if there is one."""
         if not self.looks_up:
             return {}
         table = plgpu.SMEM(decoding.TABLE, jnp.int32)
@@ -98,7 +98,7 @@ def ring_buffers(
     plan: Plan, count: int, k: int, rows: int, columns: int, width: int, *,
     x_dtype=jnp.bfloat16, x_columns: int, scale_dtype=jnp.bfloat16,
 ) -> dict:  # fmt: skip
-    """`count` buffers for blocks of `k` rows of the weight, and the barriers `full`.
+    """Returns `count` buffers for blocks of `k` rows of the weight, and the barriers `full`.
 
     Args:
         rows: how many rows of x a block meets.
@@ -127,8 +127,9 @@ def ring_buffers(
 
 
 def zero_points(zeros_GN: jax.Array, columns: int, groups: int) -> jax.Array:
-    """Zero points as bytes: packed as they are, or one in a byte where the `groups` rows of a
-    block of `columns` would be no whole number of the 128 bytes that are copied at a time."""
+    """Returns zero points as bytes: packed as they are, or one in a byte where the `groups`
+    rows of a block of `columns` would be no whole number of the 128 bytes that are copied at
+    a time."""
     bits = dtype_bits(zeros_GN.dtype)
     if columns * bits // 8 * groups % 128 == 0:
         return as_bytes(zeros_GN)
@@ -178,8 +179,8 @@ class Piece(NamedTuple):
 
     def decoded(self, plan: Plan, refs: References, holders: lanes.Holders, wg, *,
                 is_folded: bool) -> list:  # fmt: skip
-        """Left operands of the tensor cores: [64, rows] in bfloat16 for each accumulator of
-        this warpgroup, multiplied by the scales of groups and rounded once.
+        """Returns left operands of the tensor cores: [64, rows] in bfloat16 for each
+        accumulator of this warpgroup, multiplied by the scales of groups and rounded once.
 
         Args:
             is_folded: whether scales are in the slopes of the decoding (decoding.py).
@@ -206,8 +207,8 @@ class Piece(NamedTuple):
 def piece(
     plan: Plan, refs: References, slot, start: int, rows: int, *, is_scaled: bool = True
 ) -> Piece:
-    """`rows` rows of a buffer from `start` on, and the scales, if they are wanted, and zero
-    points of their groups."""
+    """Returns `rows` rows of a buffer from `start` on, and the scales, if they are wanted,
+    and zero points of their groups."""
     codes, parts = refs.codes_ring.at[slot, pl.ds(start, rows)], {}
     if plan.group:
         groups = pl.ds(start // plan.group, max(1, rows // plan.group))

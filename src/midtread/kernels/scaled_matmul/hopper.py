@@ -63,12 +63,13 @@ class ScaledBlocks:
         return self.cta[0] * (2 if self.pair else 1)
 
     def walk(self, index, grid) -> tuple[Any, Any]:
-        """The row and the column of the block at an index of the walk; a pair has two rows."""
+        """Returns the row and the column of the block at an index of the walk; a pair has
+        two rows."""
         i, j = plgpu.planar_snake(index, grid, self.minor, self.width)
         return (i * 2 + lax.axis_index("pair") if self.pair else i), j
 
     def mine(self, wg) -> tuple[Any, Any]:
-        """The rows and columns of a program's block that a warpgroup multiplies."""
+        """Returns the rows and columns of a program's block that a warpgroup multiplies."""
         if self.split == "m":
             return pl.ds(wg * self.m, self.m), pl.ds(0, self.n)
         return pl.ds(0, self.m), pl.ds(wg * self.n, self.n)

@@ -77,16 +77,10 @@ class Hopper(NamedTuple):
 
     def leave(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled, and a note of how to compute it from what the kernel writes."""
-        scales = self._scales(a)
-        call, is_scaled = _parts_call(self, a.last is not None)
-        parts = call(a.x_MK, a.codes, *scales)
-        columns = None if a.last is None or is_scaled else scales[int(self.is_grouped)]
-        out = parts[0] if len(parts) == 1 else jnp.sum(parts, 0)
-        if columns is not None:
-            out = out * columns.astype(jnp.float32)
-        if parts.dtype == jnp.float32:
-            pending.note(pending.Pending(parts, columns))
-        return out.astype(self.dtype)
+        left = _parts_call(self, a.last is not None)(a.x_MK, a.codes, *self._scales(a))
+        if left.parts.dtype == jnp.float32:
+            pending.note(left)
+        return left.total().astype(self.dtype)
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
@@ -269,9 +263,10 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
             if blocks is None:  # a part may be too narrow
                 return plain(x, codes, *given)
         options = {"dtype": plan.dtype, "interpret": plan.is_interpreted}
-        return hopper_kernel.decode_matmul(
+        out = hopper_kernel.decode_matmul(
             x, decoding.as_bytes(codes), scale, last, zero, fmt=fmt, blocks=blocks, **options
         )  # fmt: skip
+        return out.total().astype(plan.dtype)
 
     names = [name for name, there in zip(("g n", "n", "g n"), is_there) if there]
     axes = f"m k, k n, {', '.join(names)} -> m n"
@@ -281,25 +276,20 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
 
 
 @functools.cache
-def _parts_call(plan: Hopper, has_last: bool) -> tuple[Callable, bool]:
-    """The same function on one device, whose result is in parts [P, M, N]; and whether they are
-    scaled by column. They are in the result's dtype if there is one part."""
+def _parts_call(plan: Hopper, has_last: bool) -> Callable:
+    """The same function on one device, of which sums and scales of columns may be left."""
     is_there = plan.is_grouped, has_last, plan.has_zeros
-    blocks = plan.planned[2]
-    is_scaled = has_last and blocks.split == blocks.cluster and not plan.is_interpreted
 
     @jax.jit
-    def kernel(x, codes, *given):
+    def kernel(x, codes, *given) -> pending.Pending:
         rest = iter(given)
         parts = [next(rest) if there else None for there in is_there]
         options = {"dtype": plan.kernel_dtype, "interpret": plan.is_interpreted}
-        out, done = hopper_kernel.decode_parts(
-            x, decoding.as_bytes(codes), *parts, fmt=plan.fmt, blocks=blocks, **options
+        return hopper_kernel.decode_matmul(
+            x, decoding.as_bytes(codes), *parts, fmt=plan.fmt, blocks=plan.planned[2], **options
         )  # fmt: skip
-        assert done == is_scaled
-        return out
 
-    return kernel, is_scaled
+    return kernel
 
 
 @functools.cache

@@ -93,7 +93,7 @@ def _grid(rows: Rows, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _turned(
     heads: Heads, tables, rows: Rows, num_planes: int, is_interleaved: bool
 ) -> list[Piece]:
-    """Some heads, their pairs turned, and what lies behind these as it is."""
+    """Returns some heads with their pairs rotated, and what lies behind these as it is."""
     width, pairs = heads.width, tables[0].shape[0]
     row, column, inside = _grid(rows, pairs // num_planes)
     first, second = [], []
@@ -116,7 +116,7 @@ def _turned(
 
 
 def _as_is(heads: Heads, rows: Rows, num_planes: int, start: int = 0) -> Piece:
-    """The columns from `start` on of some heads."""
+    """Returns the columns from `start` on of some heads."""
     row, column, inside = _grid(rows, (heads.width - start) // num_planes)
     at = lambda plane: start + column * num_planes + plane
     planes = [
@@ -160,9 +160,9 @@ def _body(
     num_queries: int, num_kv: int, per: int, fmt: Format | None, num_planes: int,
     is_interleaved: bool, native: bool, dtype, has: tuple[bool, bool],
 ):  # fmt: skip
-    """A token: heads [H + 2 K, h], of which this program writes `per` to the cache. References
-    to the cache come twice, as arguments and as results, which are the same memory. `has` says
-    whether columns and rows of the heads have factors."""
+    """Writes a token: heads [H + 2 K, h], of which this program writes `per` to the cache.
+    References to the cache come twice, as arguments and as results, which are the same
+    memory. `has` says whether columns and rows of the heads have factors."""
     rest = iter(refs)
     columns_ref, rows_ref = (next(rest) if there else None for there in has)
     heads = Heads(heads_ref, columns_ref, rows_ref, dtype)
@@ -342,7 +342,8 @@ def _why_not_cache(x: jax.Array | QArray, fmt: Format | None) -> str | None:
 
 @functools.cache
 def _call(dtype, fmt: Format | None, is_interleaved: bool, interpret: bool) -> Callable:
-    """The kernel as a function of arrays, which is lowered once for layers that look alike."""
+    """Returns the kernel as a function of arrays, which is lowered once for layers that look
+    alike."""
     return jax.jit(
         functools.partial(
             write_cache,

@@ -42,6 +42,7 @@ from midtread.kernels.hopper import lanes
 from midtread.kernels.hopper.lanes import COLUMNS
 from midtread.kernels.hopper.ring import named, zero_points
 from midtread.kernels.pallas_compat import alike, interpreter, lane_params, pl, plgpu
+from midtread.kernels.pending import Pending
 from midtread.kernels.weight_matmul.hopper_decode import exchange, pipeline
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks, Plan
 from midtread.numerics.formats import Format, dtype_bits
@@ -96,8 +97,9 @@ def decode_matmul(
     blocks: DecodeBlocks,
     dtype=jnp.float32,
     interpret: bool = False,
-) -> jax.Array:
-    """[M, N]: x times the codes' values, scaled and cast.
+) -> Pending:
+    """x times the codes' values, scaled: one part [1, M, N] in `dtype`, or parts in float32
+    where clusters cannot add up all of them, and then the scales of columns are left too.
 
     Args:
         scale_GN: of groups of rows, in float32 or bfloat16.
@@ -105,30 +107,6 @@ def decode_matmul(
         zeros_GN: zero points of groups, codes of the same type.
         dtype: of the result, float32 or bfloat16.
     """
-    out, is_scaled = decode_parts(
-        x_MK, bytes_KB, scale_GN, last_N, zeros_GN,
-        fmt=fmt, blocks=blocks, dtype=dtype, interpret=interpret,
-    )  # fmt: skip
-    out = out[0] if out.shape[0] == 1 else jnp.sum(out, 0)
-    if last_N is not None and not is_scaled:
-        out = out * last_N.astype(jnp.float32).reshape(1, -1)
-    return out.astype(dtype)
-
-
-def decode_parts(
-    x_MK: jax.Array,
-    bytes_KB: jax.Array,
-    scale_GN: jax.Array | None,
-    last_N: jax.Array | None = None,
-    zeros_GN: jax.Array | None = None,
-    *,
-    fmt: Format,
-    blocks: DecodeBlocks,
-    dtype=jnp.float32,
-    interpret: bool = False,
-) -> tuple[jax.Array, bool]:
-    """The same in parts [P, M, N], to be added up, in `dtype` if there is one and in float32
-    otherwise; and whether they are scaled by `last_N`."""
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
     assert k % blocks.k == 0 and blocks.split <= k // blocks.k, (k, blocks)
     assert blocks.split % blocks.cluster == 0, blocks
@@ -177,7 +155,7 @@ def decode_parts(
     out = kernel(*alike(*operands.values()))
     if interpret:
         out = by_columns(jnp.sum(out, (0, 1)), bits)[None, :m]
-    return out, in_kernel
+    return Pending(out, None if in_kernel else last_N)
 
 
 def by_columns(out, bits: int):

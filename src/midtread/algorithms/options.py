@@ -1,0 +1,196 @@
+"""Options: what a calibration is asked for, and which of that has a meaning.
+
+Algorithms act on a weight in the order of this table, whatever is left out:
+
+    rotate     spread outliers over all that shares a scale             (rotate.py)
+    correct    aim at the float layer's output, not the float weight    (correct.py)
+    smooth     move range from inputs to weights, for 8-bit inputs      (smooth.py)
+    awq        protect the rows that large inputs meet                  (smooth.py)
+               both fold their factors into what comes before           (fold.py)
+    then one of
+    round      nearest, as `quantize_model` does
+    clip       nearest, under scales searched by weighted error         (clip.py)
+    hqq        nearest, under scales and zero points robust to outliers (hqq.py)
+    gptq       error feedback and descent, under searched scales        (gptq.py)
+    bias       then biases make up for the mean of each layer's error   (bias.py)
+    and, when all weights are solved,
+    learn      codes and scales of all of them, by gradients            (learn.py)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from midtread.algorithms import learn, rotate
+from midtread.algorithms.gptq import DEFAULT, GptqOptions
+from midtread.algorithms.learn import LearnOptions
+from midtread.algorithms.program import as_call
+from midtread.algorithms.rotate import RotateOptions
+from midtread.model.rules import did_you_mean
+from midtread.providers.ptq import PtqProvider
+
+BEFORE = ("rotate", "correct", "smooth", "awq")
+ROUNDINGS = ("round", "clip", "hqq", "gptq")
+AFTER = ("bias", "learn")
+BY_GRADIENT = ("gradient", "both")  # values of `weigh`
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions:
+    """How `calibrate` goes about it.
+
+    Args:
+        weigh: "attention", inputs as the next layer sees them where that is known: for
+            values, summed as attention does (reach.py), and all tokens the same elsewhere;
+            "gradient", tokens by what reaches the loss; "both", values as the next layer
+            sees them and all else by gradient; "none", all the same everywhere.
+            None: "gradient" where `calibrate` is given a loss, "attention" where it is not.
+        runs: into how many runs of outputs a layer is cut, each with weights and second
+            moments of its own (the heads of values, say); a layer whose outputs it does
+            not divide has one.
+        inputs: "quantized", those that the quantized layers before give, or "float".
+        correction: how much of the earlier layers' error "correct" makes up for, 0 to 1.
+        min_tokens: a weight that fewer tokens than this, times its inputs, meet is refused;
+            an expert of them takes the moments of all experts together.
+        gptq: options of GPTQ.
+        learn: options of learning.
+        alpha: "smooth": how much of the inputs' range moves to the weights, 0 to 1.
+        rotate: options of rotating.
+        offload: where activations are kept between stages: False, on the device; True or
+            "host", in host memory; "disk", in files of a temporary folder.
+        histograms: count the sizes of every weight's inputs too: rows of the report then
+            tell how far the largest lies above the rest.
+    """
+
+    weigh: str | None = None
+    runs: int = 1
+    inputs: str = "quantized"
+    correction: float = 0.5
+    min_tokens: float = 0.25
+    gptq: GptqOptions = DEFAULT
+    learn: LearnOptions = learn.DEFAULT
+    alpha: float = 0.5
+    rotate: RotateOptions = rotate.DEFAULT
+    offload: bool | str = False
+    histograms: bool = False
+
+    def __post_init__(self):
+        for name, known in (
+            ("weigh", (None, "attention", "gradient", "both", "none")),
+            ("inputs", ("quantized", "float")),
+            ("offload", (False, True, "host", "disk")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)!r} should be one of {known}."
+                )
+        for name in ("correction", "alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)} should lie between 0 and 1."
+                )
+        if self.runs < 1 or self.min_tokens < 0:
+            raise ValueError(f"calibrate: runs is at least 1, min_tokens 0, in {self}.")
+
+
+class Plan(NamedTuple):
+    """Algorithms by name, and when they act."""
+
+    before: tuple[str, ...]  # on the float weight
+    rounding: str
+    after: tuple[str, ...]  # on the codes
+
+    @property
+    def scales_inputs(self) -> bool:
+        return bool({"smooth", "awq"} & set(self.before))
+
+    @property
+    def needs_moments(self) -> bool:
+        looks = self.rounding in ("gptq", "clip") or "bias" in self.after
+        return looks or any(name != "rotate" for name in self.before)
+
+
+def plan(algorithms: Sequence[str]) -> Plan:
+    """What `algorithms` mean together.
+
+    >>> plan(["correct", "gptq", "learn"])
+    Plan(before=('correct',), rounding='gptq', after=('learn',))
+
+    Raises:
+        ValueError: one that is unknown, out of order, or contradicts another.
+    """
+    if isinstance(algorithms, str):
+        algorithms = (algorithms,)
+    known = (*BEFORE, *ROUNDINGS, *AFTER)
+    for name in algorithms:
+        if name not in known:
+            raise ValueError(f"unknown algorithm {name!r}. {did_you_mean(name, known)}")
+    rounds = [name for name in algorithms if name in ROUNDINGS]
+    places = [known.index(name) for name in algorithms]
+    if len(rounds) > 1:
+        raise ValueError(
+            f"algorithms={list(algorithms)} round twice: keep one of {rounds}. (gptq "
+            "searches scales as clip does, by itself.)"
+        )
+    if places != sorted(set(places)):
+        raise ValueError(
+            f"algorithms={list(algorithms)} have no meaning in this order: write "
+            f"{[n for n in known if n in algorithms]}."
+        )
+    if {"smooth", "awq"} <= set(algorithms):
+        raise ValueError(
+            "smooth and awq both choose one factor per input: keep smooth where inputs are "
+            "quantized, awq where they are not."
+        )
+    before = tuple(name for name in algorithms if name in BEFORE)
+    after = tuple(name for name in algorithms if name in AFTER)
+    return Plan(before, rounds[0] if rounds else "round", after)
+
+
+def check_static(provider: PtqProvider, before: tuple[str, ...]) -> None:
+    """Refuses ranges of inputs that are found before the inputs are changed."""
+    changes = [name for name in before if name in ("rotate", "smooth", "awq")]
+    static = getattr(provider, "_rules", ())
+    if changes and any(rule.act_static_scale for rule in static):
+        raise ValueError(
+            f"{changes[0]} changes what a weight's inputs are, and act_static_scale has their "
+            "ranges from before: leave one of them out."
+        )
+
+
+def weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
+    """Options that say how inputs are weighed; a loss or targets for nothing are refused."""
+    weigh = options.weigh or ("attention" if loss is None else "gradient")
+    if loss is not None and weigh not in BY_GRADIENT:
+        raise ValueError(
+            f"a loss weighs tokens by its gradients, but weigh={weigh!r} takes none: leave "
+            "out the loss, or write CalibrationOptions(weigh='gradient')."
+        )
+    if targets is not None and loss is None:
+        raise ValueError("targets are for a loss: give loss=..., or leave them out.")
+    return dataclasses.replace(options, weigh=weigh)
+
+
+def check_batches(batches: list[Any]) -> None:
+    """Refuses data that says nothing, or nothing sound."""
+    if not batches:
+        raise ValueError("calibrate got no batches: give some inputs of the model.")
+    shapes = lambda batch: [np.shape(x) for x in jax.tree.leaves(as_call(batch))]
+    for number, batch in enumerate(batches):
+        leaves = jax.tree.leaves(as_call(batch))
+        if not leaves or any(0 in np.shape(x) for x in leaves):
+            raise ValueError(f"batch {number} is empty: {shapes(batch)}.")
+        if shapes(batch) != shapes(batches[0]):
+            raise ValueError(
+                f"batch {number} has the shapes {shapes(batch)}, the first one "
+                f"{shapes(batches[0])}: drop the last batch if it is shorter."
+            )
+        for x in leaves:
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating) and not bool(
+                jnp.isfinite(x).all()
+            ):
+                raise ValueError(f"batch {number} holds numbers that are not finite.")
