@@ -8,8 +8,10 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import collect, program
+from midtread.algorithms import collect, gptq, program
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
+from midtread.algorithms.weight import Axes
+from midtread.numerics.spec import Spec
 
 D, F = 16, 24
 FLAT = CalibrationOptions(weigh="none", min_tokens=0.1)
@@ -194,6 +196,21 @@ def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
         calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
 
 
+def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
+    model, x = Nnx(), jax.random.normal(key, (40, D))
+
+    def run(loss, target):
+        calibrate(model, rules(), [x], loss=loss, targets=[target], folder=tmp_path)
+
+    y = model(x)
+    run(lambda out, target: jnp.mean((out - target) ** 2), y)
+    run(lambda out, target: jnp.mean((out - target) ** 2), y)
+    with pytest.raises(ValueError, match="another calibration"):
+        run(lambda out, target: jnp.mean((out - target) ** 2), 2 * y)
+    with pytest.raises(ValueError, match="another calibration"):
+        run(lambda out, target: jnp.mean((out - target) ** 4), y)
+
+
 @pytest.mark.parametrize(
     "asked, message",
     [
@@ -306,6 +323,14 @@ def test_experts_with_too_few_tokens_are_named(key):
     assert made.report.rows[0].note == (
         "experts [1] saw fewer than 4 tokens: moments of all experts"
     )
+
+    def agreeing(*inputs):
+        H = jnp.stack([x.T @ x for x in inputs])[:, None]
+        w, axes = Experts().w[...], Axes((0,), (1,), (2,))
+        solved = gptq.solve(w, Spec("int4", (2,)), H, axes).array
+        return np.mean(np.asarray(solved.qvalue == made.model.w.array.qvalue)[1])
+
+    assert agreeing(x[:30], x, x[32:]) > 0.99 > agreeing(x[:30], x[30:32], x[32:])
 
 
 def test_static_ranges_do_not_know_factors(key):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from midtread.algorithms import clip, collect, correct, gptq, hqq, smooth
-from midtread.algorithms.weight import Axes
+from midtread.algorithms.weight import Axes, Grid
 from midtread.numerics.qarray import dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
 from midtread.ops.api import dot
@@ -92,6 +92,23 @@ def test_gptq_of_inputs_that_have_nothing_in_common_is_rounding(layer, spec):
     np.testing.assert_array_equal(made.scale, plain.scale)
 
 
+def test_feeding_errors_back_is_rounding_where_inputs_have_nothing_in_common(layer):
+    """`solve` takes rounding where that is cheaper, so this asks the step before it."""
+    w, H = layer
+    scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 7.5
+    grid = Grid(Spec("int4").format, jnp.broadcast_to(scale, w.shape))
+    alone = gptq._feed_back(w, jnp.eye(64), grid, options=PAPER)
+    np.testing.assert_allclose(alone, grid.nearest(w))
+    assert not np.allclose(alone, gptq._feed_back(w, H, grid, options=PAPER))
+
+
+def test_a_weight_of_zeros_costs_nothing(layer):
+    _, H = layer
+    solved = gptq.solve(jnp.zeros((64, 8)), SPECS["int4/16"], H)
+    assert solved.cost == solved.rounded == 0
+    assert not np.asarray(dequantize(solved.array)).any()
+
+
 @pytest.mark.parametrize(
     "spec",
     [SPECS[k] for k in ("uint4/16 with zero points", "nvfp4", "int4, padded tiles")],
@@ -162,6 +179,8 @@ def test_stacks_of_matrices_in_any_order_of_axes(layer):
     )
     alone = gptq.solve(w, SPECS["int4/16"], H, options=PAPER).array
     np.testing.assert_array_equal(made.array.qvalue[..., 0].T, alone.qvalue)
+    other = gptq.solve(-2 * w, SPECS["int4/16"], 3 * H, options=PAPER).array
+    np.testing.assert_array_equal(made.array.qvalue[..., 1].T, other.qvalue)
 
 
 def test_clip_finds_the_best_window(layer):

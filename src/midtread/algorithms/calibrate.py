@@ -134,7 +134,7 @@ def calibrate(
     task = Task(program, given, boxes, chosen, batches, plan, options, rotate.Plan())
     if "rotate" in plan.before:
         task = _turned(task, served.with_quantized_inputs(provider, chosen), say)
-    work = _Work(task, Kept(folder, task, algorithms, loss), say)
+    work = _Work(task, Kept(folder, task, algorithms, loss, targets), say)
     is_weighed = plan.needs_moments and options.weigh in asked.BY_GRADIENT
     if is_weighed and not work.kept.is_whole:
         work.statistics.weigh_tokens(loss, targets, say)

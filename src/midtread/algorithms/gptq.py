@@ -238,7 +238,8 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
         listed = [start.W, *errors]
         moved = jnp.split(_matmul(H, beside(*listed)), 3, axis=-1)
         whole, *sizes = [jnp.sum(a * b) for a, b in zip(listed, moved)]
-        costs = [size / whole for size in sizes]
+        # A weight of zeros is exact: its costs are 0 of 0.
+        costs = [size / jnp.where(whole > 0, whole, 1.0) for size in sizes]
         best = jax.tree.map(
             lambda a, b: jnp.where(costs[0] <= costs[1], a, b), codes, plain
         )

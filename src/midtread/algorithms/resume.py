@@ -1,6 +1,6 @@
 """Resume: solved weights in a folder, so that a killed calibration goes on after the last.
 
-    calibration.json    digests of what the weights depend on: model, data, rules, options
+    calibration.json    digests of what the weights depend on: model, data, loss, rules, options
     0.npz 1.npz ...     one weight each, whole or not there
 
 A folder of another calibration is refused. What comes after all weights are solved, learning
@@ -26,18 +26,18 @@ META = ("qtype", "logical")  # of a QArray: what is no array
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
 
-    def __init__(self, folder, work: Any, algorithms, loss):
+    def __init__(self, folder, work: Any, algorithms, loss, targets):
         self.folder = None if folder is None else pathlib.Path(folder)
         self.work = work
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        mine = _fingerprint(work, algorithms, loss)
+        mine = _fingerprint(work, algorithms, loss, targets)
         file = self.folder / "calibration.json"
         if file.is_file() and json.loads(file.read_text()) != mine:
             raise ValueError(
-                f"{self.folder} holds weights of another calibration (model, data, rules or "
-                "options differ): give another folder, or empty it."
+                f"{self.folder} holds weights of another calibration (model, data, loss, "
+                "rules or options differ): give another folder, or empty it."
             )
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(mine))
@@ -93,8 +93,8 @@ class Kept:
         partial.rename(self._file(number))
 
 
-def _fingerprint(work: Any, algorithms, loss) -> dict[str, str]:
-    """What a calibration's weights depend on."""
+def _fingerprint(work: Any, algorithms, loss, targets) -> dict[str, str]:
+    """Returns digests of what a calibration's weights depend on."""
     digest = lambda arrays: hashlib.sha256(
         b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
     ).hexdigest()
@@ -105,5 +105,20 @@ def _fingerprint(work: Any, algorithms, loss) -> dict[str, str]:
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
         "algorithms": ",".join(algorithms),
         "options": str(work.options),
-        "loss": getattr(loss, "__qualname__", str(loss)),
+        "loss": _described(loss),
+        "targets": "" if loss is None else digest(jax.tree.leaves(targets)),
     }
+
+
+def _described(loss: Any) -> str:
+    """Returns the name of a loss and a digest of what its code does: lambdas are all called
+    the same."""
+    name, code = (
+        getattr(loss, "__qualname__", str(loss)),
+        getattr(loss, "__code__", None),
+    )
+    if code is None:
+        return name
+    numbers = [c for c in code.co_consts if isinstance(c, int | float | str | None)]
+    text = repr((code.co_names, numbers)).encode()
+    return f"{name} {hashlib.sha256(code.co_code + text).hexdigest()}"

@@ -139,10 +139,13 @@ def _enough(site: Site, stats: dict, share: float) -> tuple[dict, str]:
     few = [int(e) for e in np.flatnonzero(counts < least)] if len(counts) > 1 else []
     if not few:
         return stats, ""
-    pooled = jnp.sum(stats["H"], axis=0, keepdims=True)
-    H = stats["H"].at[jnp.array(few)].set(pooled[0])
+    pooled = {
+        name: stats[name].at[jnp.array(few)].set(jnp.sum(stats[name], axis=0))
+        for name in ("H", "C")
+        if name in stats
+    }
     note = f"experts {few} saw fewer than {int(least)} tokens: moments of all experts"
-    return {**stats, "H": H}, note
+    return {**stats, **pooled}, note
 
 
 @functools.partial(
