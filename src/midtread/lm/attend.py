@@ -103,6 +103,7 @@ def attend(
     Raises:
         UsageError: the implementation asked for cannot do this.
 
+    >>> from midtread.lm.seen import Place, seen_by
     >>> x = jnp.ones((1, 4, 2, 8))
     >>> place = Place(jnp.arange(4)[None])
     >>> attend(x, x, x, seen_by(place, window=2)).shape
