@@ -1,5 +1,7 @@
 """Calibration of whole models: what is collected, what comes out, what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax import nnx
 import midtread as mt
 from midtread.algorithms import collect, gptq, program
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
+from midtread.algorithms.resume import _described
 from midtread.algorithms.weight import Axes
 from midtread.numerics.spec import Spec
 
@@ -209,6 +212,36 @@ def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
         run(lambda out, target: jnp.mean((out - target) ** 2), 2 * y)
     with pytest.raises(ValueError, match="another calibration"):
         run(lambda out, target: jnp.mean((out - target) ** 4), y)
+
+
+def test_losses_are_told_apart():
+    def power(n):
+        return lambda out, target: jnp.mean((out - target) ** n)
+
+    losses = [power(2), jax.jit(power(2)), power(4), jax.jit(power(4)), power]
+    losses += [functools.partial(power(2), target=0), functools.partial(power, 2), None]
+    said = [_described(loss) for loss in losses]
+    assert said[0] == said[1] and said[2] == said[3] and len(set(said)) == 6
+    assert said == [_described(loss) for loss in losses]
+    assert "0x" not in "".join(said)
+
+
+def test_a_loss_that_nothing_looks_at_is_refused(key):
+    x = jax.random.normal(key, (40, D))
+    with pytest.raises(ValueError, match="'hqq' looks at none: leave out the loss"):
+        calibrate(
+            Nnx(), rules(), [x], algorithms=["hqq"], loss=lambda out, _: jnp.sum(out)
+        )
+
+
+@pytest.mark.parametrize("rounding", ["round", "clip", "hqq", "gptq"])
+def test_a_weight_of_zeros_costs_nothing(rounding, key):
+    model = Nnx()
+    model.up.kernel[...] = jnp.zeros_like(model.up.kernel[...])
+    x = jax.random.normal(key, (40, D))
+    rows = calibrate(model, rules(), [x], algorithms=[rounding]).report.rows
+    (row,) = [row for row in rows if "up/kernel" in row.name]
+    assert row.cost == row.rounded == 0
 
 
 @pytest.mark.parametrize(

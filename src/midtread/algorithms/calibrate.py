@@ -58,8 +58,8 @@ class Calibrated(NamedTuple):
         report: what was done to each weight, and what it cost.
     """
 
-    model: Any  # under the provider; of NNX with its parameters in it
-    params: Any  # of Linen: the variables to call it with
+    model: Any
+    params: Any
     report: Report
 
 
@@ -123,7 +123,7 @@ def calibrate(
     batches = list(batches)
     asked.check_batches(batches)
     asked.check_static(provider, plan.before)
-    options = asked.weighed(options, loss, targets)
+    options = asked.weighed(options, plan, loss, targets)
     targets = batches if targets is None else list(targets)
     if len(targets) != len(batches):
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
@@ -186,6 +186,7 @@ class _Work:
         last = max(site.stage for site in task.chosen.values())
         for stage in stages(task.program)[: last + 1]:
             self.statistics.forget()
+            self.solver.forget()
             running.advance(stage)
             # Values come after queries and keys: how those attend is then known.
             for number in sorted(stage.sites, key=lambda n: n in self.statistics.ways):

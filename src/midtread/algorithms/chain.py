@@ -74,6 +74,7 @@ class Chain:
         taken: list[list[Any]] = []
         value, grads = far(self._forward(operands, arrays, biases, taken))
         back: dict[Any, jax.Array] = {}
+        zeros = lambda v: jnp.zeros(v.aval.shape, v.aval.dtype)
 
         def add(variables, grads) -> None:
             for v, g in zip(variables, grads, strict=True):
@@ -83,10 +84,11 @@ class Chain:
         for stage, (which, gives, pull) in zip(self.stages[::-1], self._back[::-1]):
             values = taken.pop()
             if which and gives:
-                zeros = lambda v: jnp.zeros(v.aval.shape, v.aval.dtype)
                 own = [back.pop(v) if v in back else zeros(v) for v in gives]
                 add([stage.takes[i] for i in which], pull((values, own)))
-        return value, {n: back[v] for n, v in self.weights.items() if v in back}
+        # No float output may depend on a weight: on a head that feeds only argmax, say.
+        grad = lambda v: back[v] if v in back else zeros(v)
+        return value, {n: grad(v) for n, v in self.weights.items()}
 
     @property
     def _floats(self) -> list[Any]:

@@ -162,8 +162,15 @@ def check_static(provider: PtqProvider, before: tuple[str, ...]) -> None:
         )
 
 
-def weighed(options: CalibrationOptions, loss, targets) -> CalibrationOptions:
+def weighed(
+    options: CalibrationOptions, plan: Plan, loss, targets
+) -> CalibrationOptions:
     """Options that say how inputs are weighed; a loss or targets for nothing are refused."""
+    if loss is not None and not plan.needs_moments:
+        raise ValueError(
+            f"a loss weighs a weight's inputs, and {plan.rounding!r} looks at none: leave out "
+            "the loss, or use clip or gptq."
+        )
     weigh = options.weigh or ("attention" if loss is None else "gradient")
     if loss is not None and weigh not in BY_GRADIENT:
         raise ValueError(

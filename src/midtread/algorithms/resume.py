@@ -8,7 +8,9 @@ say, is done again from them: it has no chance in it, and so ends with the same 
 """
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import pathlib
 from typing import Any
@@ -111,14 +113,21 @@ def _fingerprint(work: Any, algorithms, loss, targets) -> dict[str, str]:
 
 
 def _described(loss: Any) -> str:
-    """Returns the name of a loss and a digest of what its code does: lambdas are all called
-    the same."""
-    name, code = (
-        getattr(loss, "__qualname__", str(loss)),
-        getattr(loss, "__code__", None),
-    )
+    """Returns the name of a loss and a digest of what it does, as far as its code says so:
+    lambdas are all called the same, and others differ by a number that they were made with."""
+    if isinstance(loss, functools.partial):
+        given = _plain((*loss.args, *loss.keywords, *loss.keywords.values()))
+        return f"{_described(loss.func)} {given}"
+    inner = inspect.unwrap(loss) if callable(loss) else loss
+    name = getattr(inner, "__qualname__", str(loss))
+    code = getattr(inner, "__code__", None)
     if code is None:
         return name
-    numbers = [c for c in code.co_consts if isinstance(c, int | float | str | None)]
-    text = repr((code.co_names, numbers)).encode()
-    return f"{name} {hashlib.sha256(code.co_code + text).hexdigest()}"
+    closed = [cell.cell_contents for cell in inner.__closure__ or ()]
+    used = (*code.co_names, *code.co_consts, *(inner.__defaults__ or ()), *closed)
+    return f"{name} {hashlib.sha256(code.co_code + _plain(used).encode()).hexdigest()}"
+
+
+def _plain(values: tuple) -> str:
+    """Returns the numbers and the text among values, written out."""
+    return repr([v for v in values if isinstance(v, int | float | str | None)])

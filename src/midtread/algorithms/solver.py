@@ -36,6 +36,10 @@ class Solver:
         self.factors: dict[int, jax.Array] = {}
         self._ahead: dict[int, gptq.Solved] = {}  # solved with a mate
 
+    def forget(self) -> None:
+        """Drops what was solved with a mate and not asked for, when a stage begins."""
+        self._ahead.clear()
+
     def weight(self, number: int) -> jax.Array:
         """The float weight, in turned coordinates where its inputs are turned as it runs."""
         w, signs = self.task.weight(self.task.chosen[number]), self.signs(number)
@@ -161,7 +165,6 @@ def _cost(q: QArray, w: jax.Array, stats: Stats | None, axes: Axes) -> jax.Array
     """The error of a layer's output, relative to the output; of the weight, without data."""
     error = as_matrices((dequantize(q) - w).astype(jnp.float32), axes)
     W = as_matrices(w.astype(jnp.float32), axes)
-    if stats is None:
-        return jnp.sum(jnp.square(error)) / jnp.sum(jnp.square(W))
-    H = stats["H"].mean(1)
-    return jnp.sum(error * (H @ error)) / jnp.sum(W * (H @ W))
+    moved = (lambda x: x) if stats is None else (lambda x: stats["H"].mean(1) @ x)
+    size, whole = jnp.sum(error * moved(error)), jnp.sum(W * moved(W))
+    return size / jnp.where(whole > 0, whole, 1.0)  # a weight of zeros is exact
