@@ -238,6 +238,9 @@ def main() -> None:
                 say(f"{name}: left out, {options.seconds:.0f} s are over")
                 continue
             try:
+                if name == "update" and options.compile:
+                    say("update: left out, it is no step to compile")
+                    continue
                 if name == "update":
                     for kind, row in update_rows(options.tiny):
                         text = ", ".join(f"{k} {show(v)}" for k, v in row.items())

@@ -9,14 +9,15 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
     "int4/64 correct+gptq weigh=none rounds=4"
 
 Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
-it holds, tuples with commas: "w8a8 rotate+gptq places=stream,heads,online". Without rows all of ROWS are run, and after `limit` seconds no other is begun. What
-was compiled is kept in `cache`: rows with "learn" compile the whole model forward and back.
+it holds, tuples with commas: "w8a8 rotate+gptq places=stream,heads,online". Without rows all
+of ROWS are run, and after `limit` seconds no other is begun. What was compiled is kept in
+`cache`.
 
 A row calibrates on `tune` chunks of 512 tokens, `batch` at a time, and is judged on `judge`
 others, of other articles, by what `mt.calibrate` returns: codes and scales, with activations
 quantized as the row says. To choose among options, by=rest judges by those of the 64 chunks
-for calibration that `tune` leaves over. KL is that of the float model's next-token distribution from the quantized one's,
-in nats per token; after a row with "learn" stands its mean over the calibration chunks,
+for calibration that `tune` leaves over. KL is that of the float model's next-token
+distribution from the quantized one's, in nats per token; after a row with "learn" stands its mean over the calibration chunks,
 before and after learning. Results go into benchmarks/results/ by hand, with this command,
 the device and the date. Beside the time of a calibration stands that of all cores together:
 on a machine that others use it is the one to compare.
@@ -83,7 +84,7 @@ def options_of(words: list[str]) -> mt.CalibrationOptions:
     options = mt.CalibrationOptions()
     for word in words:
         name, _, text = word.partition("=")
-        value = tuple(text.split(",")) if "," in text else text
+        value = tuple(t for t in text.split(",") if t) if "," in text else text
         if text[:1].isdigit() or text in ("True", "False", "None"):
             value = ast.literal_eval(text)
         options = _with(options, name, value)
@@ -174,8 +175,12 @@ def main(words: list[str]) -> None:
     tune, others = smollm2.chunks(folder)
     number = int(settings.pop("tune", 64))
     tune, rest = tune[:number], tune[number:]
-    if settings.pop("by", "others") == "rest":
-        others = rest
+    by = settings.pop("by", "others")
+    if by not in ("others", "rest"):
+        raise SystemExit(f"by={by} should be by=others or by=rest.")
+    others = rest if by == "rest" else others
+    if not len(others):
+        raise SystemExit("by=rest leaves no chunks to judge by: write tune=48, say.")
     others = others[: int(settings.pop("judge", 16))]
     end = time.time() + float(settings.pop("limit", "inf"))
     n = int(settings.pop("batch", 2))

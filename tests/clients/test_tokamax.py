@@ -9,9 +9,8 @@ import pathlib
 import subprocess
 import xml.etree.ElementTree
 
-import pytest
+from tests.clients.programs import ROOT, WITH_US, needs
 
-ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = os.environ.get("TOKAMAX_PYTHON")
 FILES = [
     "numerics_test.py",
@@ -28,10 +27,7 @@ NAMES = "qarray or quantized_int or quantized2 or basic_api or as_array"
 # It asks for `q.qtype is jnp.int8`, which here is the equal jnp.dtype(jnp.int8).
 IDENTITY = "test_random_initialize_qarray"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="TOKAMAX_PYTHON is not set: see docs/from-qwix.md"),
-]  # fmt: skip
+pytestmark = needs("TOKAMAX_PYTHON")
 
 
 def run(options, folder):
@@ -46,6 +42,7 @@ def run(options, folder):
     out = folder / "out.xml"
     command = [str(PYTHON), *options, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"--junitxml={out}", "-k", NAMES, *(str(source / f) for f in FILES)]
+    out.unlink(missing_ok=True)  # of the run before
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, env=env, cwd=folder
     )
@@ -61,7 +58,7 @@ def run(options, folder):
 
 
 def test_what_passes_on_qwix_passes_here(tmp_path):
-    theirs, ours = run([], tmp_path), run(["-m", "midtread.interop.qwix"], tmp_path)
+    theirs, ours = run([], tmp_path), run(WITH_US, tmp_path)
     passed = [name for name, outcome in theirs.items() if outcome == "passed"]
     assert len(passed) >= 60
     failed = {name: ours[name] for name in passed if ours[name] != "passed"}

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from tests.device.test_kernels import quantize, random, wide
+from tests.device.test_kernels import quantize
+from tests.kernels.plans import random, wide
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,8 @@ from midtread.lm import convert, decode, model, settings
 from midtread.lm.config import Model, section
 from midtread.numerics.formats import as_format
 from midtread.numerics.spec import Spec
-from tests.device.test_kernels import by_kernel, error, quantize, random, wide
+from tests.device.test_kernels import by_kernel, quantize
+from tests.kernels.plans import error, random, wide
 from tests.kernels.test_grouped import attention
 from tests.kernels.test_step import (
     CACHES,

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import midtread as mt
-from midtread.model import caught, intercept
+from midtread.model import caught, flaxlib, intercept
 
 W = jax.random.normal(jax.random.key(1), (8, 8))
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -341,3 +341,28 @@ def test_functions_behind_jit_keep_its_methods():
         assert not {m for m in missing if not m.startswith("__")}
     x = jnp.ones((2, 2))
     assert "dot_general" in jnp.dot.lower(x, x).as_text()
+
+
+@pytest.mark.parametrize("provider", [mt.QtProvider, mt.PtqProvider])
+def test_an_array_that_asarray_is_given_by_name(provider):
+    class Named(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.eye(8))
+
+        def __call__(self, x):
+            return jnp.dot(x, jnp.asarray(a=self.w[...]))
+
+    x = jnp.ones((2, 8))
+    rule = mt.QuantizationRule(weight_qtype="int8")
+    model = mt.quantize_model(Named(), provider([rule]), x)
+    np.testing.assert_allclose(model(x), x, rtol=0.01)
+
+
+def test_modules_inside_a_partial_are_found():
+    class Holder(nnx.Module):
+        def __init__(self):
+            part = jax.tree_util.Partial(lambda m, x: m(x), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # fmt: skip
+            self.part = nnx.data(part)
+
+    kinds = {type(m).__name__ for m in flaxlib.modules_in(Holder())}
+    assert kinds == {"Holder", "Linear"}

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.algorithms.report import Row
+from midtread.algorithms.task import Task
 from midtread.numerics.qarray import QArray
 
 META = ("qtype", "logical")  # of a QArray: what is no array
@@ -28,13 +29,13 @@ META = ("qtype", "logical")  # of a QArray: what is no array
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
 
-    def __init__(self, folder, work: Any, algorithms, loss, targets):
+    def __init__(self, folder, task: Task, algorithms, loss, targets):
         self.folder = None if folder is None else pathlib.Path(folder)
-        self.work = work
+        self.task = task
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        mine = _fingerprint(work, algorithms, loss, targets)
+        mine = _fingerprint(task, algorithms, loss, targets)
         file = self.folder / "calibration.json"
         if file.is_file() and json.loads(file.read_text()) != mine:
             raise ValueError(
@@ -52,7 +53,7 @@ class Kept:
     @property
     def is_whole(self) -> bool:
         return self.folder is not None and all(
-            self._file(n).is_file() for n in self.work.chosen
+            self._file(n).is_file() for n in self.task.chosen
         )
 
     def read(self, number: int) -> tuple[QArray, Row, jax.Array | None] | None:
@@ -95,18 +96,18 @@ class Kept:
         partial.rename(self._file(number))
 
 
-def _fingerprint(work: Any, algorithms, loss, targets) -> dict[str, str]:
+def _fingerprint(task: Task, algorithms, loss, targets) -> dict[str, str]:
     """Returns digests of what a calibration's weights depend on."""
     digest = lambda arrays: hashlib.sha256(
         b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
     ).hexdigest()
-    sites = [f"{s.name} {work.boxes[s.path].how}" for s in work.chosen.values()]
+    sites = [f"{s.name} {task.boxes[s.path].how}" for s in task.chosen.values()]
     return {
-        "weights": digest(work.floats[path] for path in sorted(work.floats)),
-        "batches": digest(x for b in work.batches for x in work.program.arrays(b)),
+        "weights": digest(task.floats[path] for path in sorted(task.floats)),
+        "batches": digest(x for b in task.batches for x in task.program.arrays(b)),
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
         "algorithms": ",".join(algorithms),
-        "options": str(work.options),
+        "options": str(task.options),
         "loss": _described(loss),
         "targets": "" if loss is None else digest(jax.tree.leaves(targets)),
     }

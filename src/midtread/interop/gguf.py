@@ -256,7 +256,7 @@ _NUMBERS = {name: number for number, (name, _) in PLAIN.items()}
 
 
 def nbytes(kind: str, shape: tuple[int, ...]) -> int:
-    """Returns bytes of a tensor of some kind."""
+    """Returns the number of bytes of a tensor of some kind."""
     count = math.prod(shape)
     if kind in gguf_blocks.BLOCKS:
         block = gguf_blocks.BLOCKS[kind]

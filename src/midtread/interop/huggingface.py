@@ -476,7 +476,7 @@ def _joined(name: str, parts: list[QArray], axis: int) -> QArray:
     """Returns codes end to end along an axis, with their scales."""
 
     def own(q: QArray) -> QArray:
-        """Returns a scale that is shared by all of the axis, as one for every element of it."""
+        """Returns codes with a scale for every element of the axis, where all shared one."""
         if q.scale.shape[axis] != 1:
             return q
         repeat = lambda x: None if x is None else x.repeat(q.shape[axis], axis)

@@ -103,7 +103,7 @@ def pack_words(raw: np.ndarray, bits: int, axis: int = -1) -> np.ndarray:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns 32-bit words that `pack_words` makes of `count` codes."""
+    """Returns how many 32-bit words `pack_words` makes of `count` codes."""
     return -(-count * bits // 32)
 
 

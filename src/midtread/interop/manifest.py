@@ -287,5 +287,5 @@ def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
 
 
 def stored_size(part: Mapping[str, Any]) -> int:
-    """Returns bytes of a part at its own width."""
+    """Returns the number of bytes of a part at its own width."""
     return math.ceil(math.prod(part["shape"]) * part["bits"] / 8)

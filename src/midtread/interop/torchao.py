@@ -249,7 +249,7 @@ CLASSES = {
 
 
 def _block(data: Mapping, shape: tuple[int, ...], where: str) -> tuple[int, int]:
-    """Returns rows and columns that share a scale."""
+    """Returns how many rows and columns share a scale."""
     block = data.get("block_size")
     is_size = lambda b, n: type(b) is int and b > 0 and n % b == 0
     if not isinstance(block, list) or [*map(is_size, block, shape)] != [True, True]:

@@ -123,7 +123,7 @@ def restore(x: Any, dtype: Any) -> jax.Array:
 
 
 def nbytes(caches: Any) -> int:
-    """Returns bytes of the caches, at the bits their formats have."""
+    """Returns the number of bytes of the caches, at the bits their formats have."""
     bits = lambda a: jnp.iinfo(a.dtype).bits if jnp.issubdtype(a.dtype, jnp.integer) else (
         jnp.finfo(a.dtype).bits
     )  # fmt: skip

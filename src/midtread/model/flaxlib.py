@@ -138,7 +138,7 @@ class _Roles(dict):
     def __missing__(self, kind: type) -> str:
         self[kind] = "node"
         leaves = (nnx.Variable, jax.Array, np.dtype, str, int, float, type, type(None))
-        if issubclass(kind, (*leaves, types.FunctionType, functools.partial)):
+        if issubclass(kind, (*leaves, types.FunctionType)):
             self[kind] = "leaf"
         if issubclass(kind, nnx.Param):
             self[kind] = "param"

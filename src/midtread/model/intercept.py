@@ -97,7 +97,8 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
             return out
     if name not in _CASTS:
         return _originals[name](*args, **kwargs)
-    sources = args[0] if name == "promote_dtype_nnx" else args
+    # jnp.asarray may be given its array by name.
+    sources = args[0] if name == "promote_dtype_nnx" else args or (kwargs.get("a"),)
     if any(map(_is_boxed, sources)):
         return _noted(_originals[name](*args, **kwargs), sources)
     if name in _PROMOTIONS and share_a_dtype(sources, **kwargs):
@@ -179,11 +180,11 @@ def install() -> None:
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
         _catch_operators()
-        originals |= _catch_refusals()
         pl.pallas_call = _opaque(pl.pallas_call)
         if hasattr(pl, "kernel"):
             pl.kernel = _opaque(pl.kernel)
         _originals.update(originals)
+        _catch_refusals()
 
 
 def swapped(name: str, fn: Any) -> Callable[[], None]:
@@ -249,13 +250,19 @@ def _dispatching(name: str, fn: Any) -> Callable:
     return _with_methods_of(fn, wrapper)
 
 
+def _copied(fn: types.FunctionType) -> types.FunctionType:
+    """Returns a function that does what `fn` does, whatever becomes of that one's code."""
+    copy = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
 def _swap_code(name: str, fn: Any) -> Callable:
     """Gives a plain function code that dispatches, and returns a function with the old code.
     The new code leaves at once where there is nothing to dispatch: it runs for every call."""
-    original = types.FunctionType(
-        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
-    original.__kwdefaults__ = fn.__kwdefaults__
+    original = _copied(fn)
     source = (
         f"def {fn.__name__}(*args, _midtread, **kwargs):\n"
         f"    here, dispatch, original = _midtread\n"
@@ -341,7 +348,7 @@ def _catch_operators() -> None:
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
 
 
-def _catch_refusals() -> dict[str, Callable]:
+def _catch_refusals() -> None:
     """Gives JAX's words about derivatives that do not exist ours where they are about
     quantized matmuls or codes. No function of ours runs by then: forward mode behind a jit
     is refused when the traced program is lowered, and jax.grad looks at its arguments
@@ -350,17 +357,15 @@ def _catch_refusals() -> dict[str, Callable]:
     from jax._src import api
     from jax._src.interpreters import ad
 
-    originals = {}
     for module, name, ours in (
         (ad, "raise_custom_vjp_error_on_jvp", _refuse_forward_mode),
         (api, "_check_input_dtype_revderiv", _refuse_codes),
     ):
         fn = getattr(module, name, None)
-        if fn is None:
+        if not isinstance(fn, types.FunctionType) or fn.__closure__:
             continue
-        originals[ours.__name__] = types.FunctionType(fn.__code__, fn.__globals__)
-        fn.__code__ = ours.__code__
-    return originals
+        _originals[ours.__name__] = _copied(fn)
+        fn.__code__, fn.__defaults__, fn.__kwdefaults__ = ours.__code__, None, None
 
 
 # The code of these two runs with the globals of JAX's modules.
@@ -376,11 +381,11 @@ def _refuse_forward_mode(*args, **kwargs):
     return _originals["_refuse_forward_mode"](*args, **kwargs)
 
 
-def _refuse_codes(*args):
+def _refuse_codes(*args, **kwargs):
     from midtread.model.intercept import _originals
 
     try:
-        return _originals["_refuse_codes"](*args)
+        return _originals["_refuse_codes"](*args, **kwargs)
     except TypeError as error:
         if getattr(args[-1], "itemsize", 2) > 1:
             raise

@@ -88,7 +88,7 @@ class Witness:
             self._op.rule, self._op.op_id = index, op_id or ""
 
     def range(self, name: str, x: Any, range_: Any) -> None:
-        """Does nothing: model/clipping.py runs the model for it."""
+        """Does nothing: model/clipping.py runs the model to count what ranges cut off."""
 
     def contraction(self, c, recipe, lhs, rhs, run) -> Any:
         weights = _weight_of(lhs, self.known), _weight_of(rhs, self.known)

@@ -59,7 +59,7 @@ def quantize_model(
         given = (
             f"the class {provider.__name__}"
             if isinstance(provider, type)
-            else (f"a {type(provider).__name__}")
+            else f"a {type(provider).__name__}"
         )
         raise TypeError(
             f"provider should be a QuantizationProvider, not {given}: write "

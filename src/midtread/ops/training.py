@@ -129,7 +129,7 @@ class _Static(NamedTuple):
 
 @untouched
 def _train(static, c, lhs, rhs, ranges, key):
-    """Computes where nobody takes a gradient: nothing is kept."""
+    """Computes the product where nobody takes a gradient: nothing is kept."""
     operands = []
     for side, x, spec, range_ in _sides(static.recipe, c, lhs, rhs, ranges):
         if spec is not None and is_float(x):

@@ -209,7 +209,7 @@ def _given(words: list, half, bits: int, table) -> list[list]:
 
 
 def _starts(ref, offset, count: int) -> list:
-    """Returns for each group, the address of what belongs to a thread's two columns, if
+    """Returns, for each group, the address of what belongs to a thread's two columns, if
     anything does."""
     if ref is None:
         return [None] * count
