@@ -169,7 +169,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert missing in error and error.count("pip install") == error.count("\n") == 1
-    assert f"run `pip install '.[{extra}]'` in Midtread's folder." in error
+    assert f"run `pip install '.[{extra}]'` in Midtread's folder" in error
 
 
 def test_a_model_can_be_described_alone():

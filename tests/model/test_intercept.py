@@ -1,6 +1,7 @@
 """Every spelling of a contraction reaches the provider, wherever it is called from."""
 
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -366,3 +367,12 @@ def test_modules_inside_a_partial_are_found():
 
     kinds = {type(m).__name__ for m in flaxlib.modules_in(Holder())}
     assert kinds == {"Holder", "Linear"}
+
+
+def test_a_function_that_is_changed_twice_has_its_signature_back():
+    intercept.install()
+    inner = inspect.unwrap(jnp.dot)
+    before = inspect.signature(inner)
+    intercept.swapped("twice.dot", inner)()
+    assert inspect.signature(inner) == before
+    assert list(before.parameters)[:2] == ["a", "b"]

@@ -425,7 +425,7 @@ def test_a_rule_for_no_op_there_is_told_which_ops_there_are():
         (
             lambda: mt.quantize_model(nn.Dense(4), [mt.QtRule()]),
             TypeError,
-            r"write mt.PtqProvider\(rules\)",
+            r"write mt.quantize_model\(model, mt.PtqProvider\(rules\)",
         ),
         (
             lambda: mt.quantize_model(nn.Dense, mt.QtProvider([])),

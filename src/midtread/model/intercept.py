@@ -189,6 +189,7 @@ def install() -> None:
 
 def swapped(name: str, fn: Any) -> Callable[[], None]:
     """Changes a function as `_swap_code` does, and returns what changes it back."""
+    before = vars(fn).copy()  # the signature, if it was changed already
     original = _originals[name] = _swap_code(name, fn)
 
     def undo() -> None:
@@ -196,6 +197,7 @@ def swapped(name: str, fn: Any) -> Callable[[], None]:
         fn.__defaults__ = original.__defaults__
         fn.__kwdefaults__ = original.__kwdefaults__
         del fn.__signature__
+        vars(fn).update(before)
 
     return undo
 
