@@ -16,7 +16,8 @@ import pathlib
 import subprocess
 import sys
 import threading
-import time
+
+from jax import block_until_ready
 
 ROWS = ["train:int8", "train:fp8", "train:fp8-delayed", "decode:w8:w4-g128", "decode:w8a8:fp8", "prefill"]  # fmt: skip
 ROUNDS = 2
@@ -24,23 +25,35 @@ HERE = pathlib.Path(__file__).resolve().parents[1]
 
 
 class Later:
-    """A program that is being compiled by another thread; its users wait for it."""
+    """A program that is being compiled by another thread; its users wait for it.
+
+    Programs run one at a time: cuDNN records a graph when an attention is first called, and fails
+    ("capturing stream has unjoined work") if another thread uses the GPU meanwhile.
+    """
+
+    _turn = threading.Lock()
 
     def __init__(self, program):
         self._program = program
 
+    def compiled(self):
+        return self._program.result()
+
     def __call__(self, *args):
-        return self._program.result()(*args)
+        program = self.compiled()
+        with self._turn:
+            return block_until_ready(program(*args))
 
     def memory_analysis(self):
-        return self._program.result().memory_analysis()
+        return self.compiled().memory_analysis()
 
 
 def work(tree: pathlib.Path, rows: list[str]) -> None:
     """Compiles a tree's rows, prints their labels, then times the one that stdin names."""
-    sys.path.insert(0, str(tree / "benchmarks"))
-    import gpu_timing
+    import gpu_timing  # this tree's, by which both are timed
     import jax
+
+    sys.path.insert(0, str(tree / "benchmarks"))
 
     row_of, pool = threading.local(), concurrent.futures.ThreadPoolExecutor(8)
 
@@ -61,8 +74,9 @@ def work(tree: pathlib.Path, rows: list[str]) -> None:
         named = [[cell.strip() for cell in pair if "nan" not in cell] for pair in cells]
         labels = [" ".join([name, *words]) for words in named]
         for program, args, _ in row_of.programs:
-            jax.block_until_ready(program(*args))
-        return dict(zip(labels, row_of.programs, strict=True))
+            program(*args)
+        compiled = [(program.compiled(), *call) for program, *call in row_of.programs]
+        return dict(zip(labels, compiled, strict=True))
 
     programs = {}
     with concurrent.futures.ThreadPoolExecutor(len(rows)) as threads:
@@ -70,21 +84,7 @@ def work(tree: pathlib.Path, rows: list[str]) -> None:
             programs |= cases
     print(json.dumps([*programs]), flush=True)
     for label in sys.stdin:
-        print(json.dumps(seconds(*programs[label.strip("\n")])), flush=True)
-
-
-def seconds(program, args, calls: int) -> float:
-    """Seconds of one call, the best of three runs of `calls`."""
-    import jax
-
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = program(*args)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+        print(json.dumps(gpu_timing.seconds(*programs[label.strip("\n")])), flush=True)
 
 
 class Tree:

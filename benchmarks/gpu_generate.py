@@ -36,6 +36,16 @@ ROWS = {
     "int8w+kv8": ["quantization=int8w", "quantize_kvcache=true"],
     "int4w+kv8": ["quantization=int4w", "quantize_kvcache=true"],
     "int4w+head": ["quantization=int4w", "quantize_logits_proj=true"],
+    "int8w+kv8+head": [
+        "quantization=int8w",
+        "quantize_kvcache=true",
+        "quantize_logits_proj=true",
+    ],
+    "int4w+kv8+head": [
+        "quantization=int4w",
+        "quantize_kvcache=true",
+        "quantize_logits_proj=true",
+    ],
 }
 LONG = 96
 

@@ -16,14 +16,19 @@ def measure(fn, *args, calls=20):
     compiled = jax.jit(fn).lower(*args).compile()
     took = time.perf_counter() - start
     jax.block_until_ready([compiled(*args) for _ in range(3)])
+    return seconds(compiled, args, calls), took, compiled
+
+
+def seconds(program, args, calls: int) -> float:
+    """Seconds of one call of a compiled program, the best of three runs of `calls`."""
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
         for _ in range(calls):
-            out = compiled(*args)
+            out = program(*args)
         jax.block_until_ready(out)
         best = min(best, (time.perf_counter() - start) / calls)
-    return best, took, compiled
+    return best
 
 
 def measure_steps(fn, variables, x, steps=20):

@@ -8,14 +8,18 @@ Rows, in this order; none named: all.
                                          packed, vocabulary 32,000, remat minimal; quantized
                                          ones keep their codes (minimal_with_quantization)
     int8-minimal delayed-minimal         the same, codes made again for the backward
-    bf16-none int8-none delayed-none     the same, nothing computed again
+    bf16-none int8-none delayed-none     the same, nothing computed again, which is what
+    fp8_full-none current-none           remat_policy=auto gives them
     cudnn blockwise                      the same in bf16 with that attention
     codes                                int8 with remat_policy=quantized
     unscanned unscanned-int8             the same with scan_layers=false
     update                               the optimizer's update alone, against optax's
+    head                                 head and loss alone, vocabulary 128,256, 4 x 4,096
+                                         tokens, in 4, 16 and 64 blocks, with gradients
     long long-int8                       2 x 8,192 tokens
     llama3-8b llama3-8b-codes            all of it: delayed fp8, 8-bit AdamW, bf16 weights
     llama3-8b-unrolled                   the same with scan_unroll=32
+    eight eight-scanned                  8 layers of it, one by one, and under a scan
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
@@ -32,9 +36,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from midtread import optim
 from midtread.lm import attend, build, roofline, settings, stacks, step
+from midtread.lm import loss as losses
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
 from midtread.lm.rows import Rows, stack
@@ -42,12 +48,14 @@ from midtread.optim import slices
 
 LLAMA = ["model_name=llama3-8b", "dataset_type=synthetic"]
 FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
+FOUR += ["remat_policy=minimal"]
 LONG = [*FOUR, "max_target_length=8192", "batch_size=2"]
 SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
 SMALL_STATES += ["weight_rounding=stochastic"]
 KEEP = ["remat_policy=minimal_with_quantization"]
 DELAYED = ["quantization=te_fp8_delayedscaling"]
 ALL = [*LLAMA, "batch_size=4", *DELAYED, *SMALL_STATES]
+EIGHT = [*ALL, "num_decoder_layers=8", "vocab_size=32000", "remat_policy=minimal"]
 INT8 = ["quantization=int8", "use_qwix_quantization=true"]
 FP8 = ["quantization=fp8_full", "use_qwix_quantization=true"]
 
@@ -62,13 +70,22 @@ ROWS = {
     "bf16-none": [*FOUR, "remat_policy=none"],
     "int8-none": [*FOUR, *INT8, "remat_policy=none"],
     "delayed-none": [*FOUR, *DELAYED, "remat_policy=none"],
+    "fp8_full-none": [*FOUR, *FP8, "remat_policy=none"],
+    "current-none": [
+        *FOUR,
+        "quantization=te_fp8_currentscaling",
+        "remat_policy=none",
+    ],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
     "llama3-8b-unrolled": [*ALL, "remat_policy=minimal", "scan_unroll=32"],
+    "eight": [*EIGHT, "scan_unroll=8"],
+    "eight-scanned": [*EIGHT, "scan_unroll=1"],
     "unscanned": [*FOUR, "scan_layers=false"],
     "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
     "codes": [*FOUR, *INT8, "remat_policy=quantized"],
     "update": None,
+    "head": None,
     "long": LONG,
     "long-int8": [*LONG, *INT8],
     "llama3-8b-codes": [*ALL, "remat_policy=quantized", "batch_size=6"],
@@ -206,6 +223,53 @@ def update_rows(is_tiny: bool) -> list[tuple[str, dict]]:
     return out
 
 
+def head_rows(is_tiny: bool) -> list[tuple[str, dict]]:
+    """Milliseconds of the head's logits, their loss and all gradients."""
+    B, T, D, V = (2, 64, 32, 256) if is_tiny else (4, 4096, 4096, 128256)
+    out = []
+    for num_blocks in (4, 16, 64):
+
+        @jax.jit
+        def run(w, x, targets, n=num_blocks):
+            graph, state = nnx.split(nnx.eval_shape(_head(D, V)))
+
+            def loss(w, x):
+                head = nnx.merge(graph, jax.tree.map(lambda _: w, state))
+                goal = losses.Goal(targets, jnp.ones((B, T)), B * T)
+                call = lambda head, x: head(x)
+                return losses.in_blocks(head, call, n, x, goal).loss
+
+            return jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+
+        try:
+            keys = jax.random.split(jax.random.key(0), 3)
+            w = jax.random.normal(keys[0], (D, V), jnp.bfloat16) / D**0.5
+            x = jax.random.normal(keys[1], (B, T, D), jnp.bfloat16)
+            targets = jax.random.randint(keys[2], (B, T), 0, V)
+            compiled = run.lower(w, x, targets).compile()
+            jax.block_until_ready(compiled(w, x, targets))
+            started = time.perf_counter()
+            for _ in range(5):
+                result = compiled(w, x, targets)
+            jax.block_until_ready(result)
+            took = (time.perf_counter() - started) / 5
+            row = {"ms": 1e3 * took, "TFLOP/s": 6 * B * T * D * V / took / 1e12}
+            row["GiB"] = peak_bytes(compiled) / 2**30
+            out.append((f"{num_blocks} blocks", row))
+        except Exception as error:  # noqa: BLE001  a row that fails is a result
+            failed = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            out.append((f"{num_blocks} blocks", failed))
+    return out
+
+
+def _head(D: int, V: int):
+    options = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    return lambda: nnx.Linear(D, V, rngs=nnx.Rngs(0), **options)
+
+
+PARTS = {"update": update_rows, "head": head_rows}  # of a step
+
+
 def show(value) -> str:
     if isinstance(value, tuple):
         return " -> ".join(map(show, value))
@@ -238,13 +302,13 @@ def main() -> None:
                 say(f"{name}: left out, {options.seconds:.0f} s are over")
                 continue
             try:
-                if name == "update" and options.compile:
-                    say("update: left out, it is no step to compile")
+                if name in PARTS and options.compile:
+                    say(f"{name}: left out, it is no step to compile")
                     continue
-                if name == "update":
-                    for kind, row in update_rows(options.tiny):
+                if name in PARTS:
+                    for kind, row in PARTS[name](options.tiny):
                         text = ", ".join(f"{k} {show(v)}" for k, v in row.items())
-                        say(f"update {kind}: {text}")
+                        say(f"{name} {kind}: {text}")
                     continue
                 config = config_of(ROWS[name], options.attention, options.tiny)
                 calls = 4 if name.startswith("llama3") else 10

@@ -28,6 +28,7 @@ import sys
 import time
 
 import numpy as np
+from ptq_formats import FORMATS
 
 HF = {  # of a layer: our name -> transformers', which holds [out, in]
     "self_attention/query/kernel": "self_attn.q_proj",
@@ -41,7 +42,6 @@ HF = {  # of a layer: our name -> transformers', which holds [out, in]
     "post_self_attention_layer_norm/scale": "post_attention_layernorm",
 }
 PEERS = ("llm-compressor", "auto-round", "qwix")
-GROUPS = {"int4/64": 64, "int4": None, "int3/64": 64, "nvfp4": 16, "mxfp4": 32, "w8a8": None}  # fmt: skip
 HEADER = (
     "| row | perplexity | of float's | KL | values | time |\n|---|---|---|---|---|---|"
 )
@@ -253,7 +253,7 @@ def run_torch(folder: pathlib.Path, rows: list[str]) -> None:
             seconds = time.time() - began
             model = model.to(device).float().eval()
             perplexity, kl = judge(model)
-            values = torch_values(model, GROUPS[form])
+            values = torch_values(model, FORMATS[form].get("tile_size"))
         except Exception as error:  # a peer that fails leaves the others their turn
             print(f"| {row} | failed: {error!r:.300} | | | | |", flush=True)
             if "PEERS_DEBUG" in os.environ:
@@ -263,15 +263,6 @@ def run_torch(folder: pathlib.Path, rows: list[str]) -> None:
 
 
 # --- Qwix ---------------------------------------------------------------------------------------
-
-QWIX = {
-    "int4/64": {"weight_qtype": "int4", "tile_size": 64},
-    "int4": {"weight_qtype": "int4"},
-    "int3/64": {"weight_qtype": "int3", "tile_size": 64},
-    "nvfp4": {"weight_qtype": "nvfp4", "tile_size": 16},
-    "mxfp4": {"weight_qtype": "mxfp4", "tile_size": 32},
-    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
-}
 
 
 def linen_model(layers: int, head: bool):
@@ -423,7 +414,7 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
     }  # fmt: skip
 
     def quantized(form: str, method: str):
-        rule = {"module_path": ".*_proj", **QWIX[form]}
+        rule = {"module_path": ".*_proj", **FORMATS[form]}
         plain = qwix.quantize_model(model, qwix.PtqProvider([qwix.QuantizationRule(**rule)]))  # fmt: skip
         if method == "qep":
             # One batch: it runs the whole model twice for every batch of every stage.
@@ -514,8 +505,9 @@ def main(words: list[str]) -> None:
         raise SystemExit(f"no such settings: {settings}.")
     for row in rows:  # a typing error is told before anything is run
         peer, form, *_ = row.split()
-        if peer not in PEERS or form not in GROUPS:
-            raise SystemExit(f"{row!r}: peers are {PEERS}, formats {list(GROUPS)}.")
+        formats = [name for name in FORMATS if name != "w4a8/64"]  # no peer's recipe
+        if peer not in PEERS or form not in formats:
+            raise SystemExit(f"{row!r}: peers are {PEERS}, formats {formats}.")
         if peer == "qwix" and not set(row.split()[3:]) <= {"solver=own"}:
             raise SystemExit(f"{row!r}: qwix has one option, 'solver=own'.")
     print(f"{len(tune)} chunks to calibrate, {len(others)} to judge\n{HEADER}", flush=True)  # fmt: skip

@@ -8,7 +8,7 @@ for a machine that fetches nothing. A row is a format, algorithms and options, i
 
     "int4/64 correct+gptq weigh=none rounds=4"
 
-Formats are named in FORMATS below; options are those of `mt.CalibrationOptions` and of what
+Formats are those of ptq_formats.py; options are those of `mt.CalibrationOptions` and of what
 it holds, tuples with commas: "w8a8 rotate+gptq places=stream,heads,online". Without rows all
 of ROWS are run, and after `limit` seconds no other is begun. What was compiled is kept in
 `cache`.
@@ -34,19 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 import smollm2
 from flax import nnx
+from ptq_formats import FORMATS
 
 import midtread as mt
 from midtread.model import flaxlib
 
-FORMATS = {
-    "int4/64": {"weight_qtype": "int4", "tile_size": 64},
-    "int4": {"weight_qtype": "int4"},
-    "int3/64": {"weight_qtype": "int3", "tile_size": 64},
-    "nvfp4": {"weight_qtype": "nvfp4", "tile_size": 16},
-    "mxfp4": {"weight_qtype": "mxfp4", "tile_size": 32},
-    "w4a8/64": {"weight_qtype": "int4", "tile_size": 64, "act_qtype": "int8"},
-    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
-}
 # The seven weights of a layer; attention's own products are not among them.
 LINEAR = "decoder/layers/.*/(query|key|value|out|wi_0|wi_1|wo)"
 # GPTQ as it was published: no search for scales, no order, no descent, float inputs

@@ -214,7 +214,7 @@ def _explain(words: Sequence[str]) -> None:
     import contextlib
 
     from midtread.kernels.environment import pretended
-    from midtread.lm import attend, build, settings, stacks
+    from midtread.lm import attend, build, mesh, room, settings, stacks
     from midtread.lm import model as models
     from midtread.lm.config import Model, Training, section
 
@@ -224,8 +224,14 @@ def _explain(words: Sequence[str]) -> None:
     print(f"quantization: {build.mode(config, options.get('serve', False))}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
+    on = mesh.sizes(config.mesh)
+    if config.mesh:
+        mesh.check(config, on)
     device = options.get("device")
     if "serve" not in options:
+        asked, config = config, room.settle(config, on=on)
+        if asked != config:
+            print(f"remat_policy=auto: {config.remat_policy} on this machine")
         is_pruned = config.weight_sparsity_n is not None
         facts = {"is_pruned": is_pruned, "is_on_mesh": bool(config.mesh)}
         both = section(config, Model), section(config, Training)
@@ -233,10 +239,8 @@ def _explain(words: Sequence[str]) -> None:
             print(stacks.describe(*both, **facts))
             print(attend.describe(section(config, Model), config.batch_size))
     if config.mesh:
-        from midtread.lm import memory, mesh, roofline
+        from midtread.lm import memory, roofline
 
-        on = mesh.sizes(config.mesh)
-        mesh.check(config, on)
         print(memory.describe(config, on))
         print(roofline.describe(config, on))
 

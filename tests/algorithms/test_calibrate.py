@@ -10,10 +10,10 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import collect, gptq, program
+from midtread.algorithms import collect, correct, gptq, program, smooth
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.resume import _described
-from midtread.algorithms.weight import Axes
+from midtread.algorithms.weight import Axes, over_inputs
 from midtread.numerics.spec import Spec
 
 D, F = 16, 24
@@ -364,6 +364,41 @@ def test_experts_with_too_few_tokens_are_named(key):
         return np.mean(np.asarray(solved.qvalue == made.model.w.array.qvalue)[1])
 
     assert agreeing(x[:30], x, x[32:]) > 0.99 > agreeing(x[:30], x[30:32], x[32:])
+
+
+@pytest.mark.parametrize("algorithm", ["correct", "smooth"])
+def test_all_that_a_starved_expert_is_solved_by_comes_of_all_experts(key, algorithm):
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(D, D, use_bias=False, rngs=nnx.Rngs(0))
+            self.w = nnx.Param(jax.random.normal(jax.random.key(1), (3, D, F)))
+
+        def __call__(self, x):
+            sizes = jnp.array([30, 2, len(x) - 32])
+            return jax.lax.ragged_dot(self.up(x), self.w[...], sizes)
+
+    x = jax.random.normal(key, (64, D))
+    is_smooth = algorithm == "smooth"
+    provider = rules(act_qtype="int8") if is_smooth else rules()
+    algorithms, options = [algorithm, "round"], CalibrationOptions(weigh="none")
+    made = calibrate(Experts(), provider, [x], algorithms=algorithms, options=options)
+    assert "experts [1] saw fewer than 4 tokens" in made.report.rows[1].note
+    w, axes, floats = Experts().w[...], Axes((0,), (1,), (2,)), Experts().up(x)
+    runs = x @ mt.dequantize(made.model.up.kernel.array)
+
+    def agreeing(*parts):
+        if is_smooth:
+            largest = jnp.stack([jnp.abs(runs[p]).max(0) for p in parts])
+            goal = w / over_inputs(smooth.smooth(w, largest, axes), axes, w.shape)
+        else:
+            H = jnp.stack([runs[p].T @ runs[p] for p in parts])[:, None]
+            C = jnp.stack([runs[p].T @ (floats - runs)[p] for p in parts])[:, None]
+            goal = correct.target(w, H, C, axes)
+        codes = mt.quantize(goal, "int4", channelwise_axes=(2,)).qvalue
+        return np.mean(np.asarray(codes == made.model.w.array.qvalue)[1])
+
+    first, own, last = slice(30), slice(30, 32), slice(32, None)
+    assert agreeing(first, slice(None), last) > 0.98 > agreeing(first, own, last)
 
 
 def test_static_ranges_do_not_know_factors(key):

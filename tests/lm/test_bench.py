@@ -17,6 +17,8 @@ def test_bench_compares_with_float(capsys):
     out = capsys.readouterr().out
     assert "bfloat16" in out and "int8w" in out and "peak bytes" in out
     assert "TFLOP/s" in out and "decoding" in out
+    assert out.splitlines()[0].split()[-1] == "remat"
+    assert all(line.split()[-1] == "none" for line in out.splitlines()[1:3])
 
 
 def test_decoding_from_the_command_line(capsys):

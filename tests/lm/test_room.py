@@ -1,5 +1,8 @@
 """A run that does not fit is refused before it takes anything, and told what would."""
 
+import dataclasses
+import math
+
 import pytest
 
 from midtread import cli
@@ -10,7 +13,7 @@ ONE = mesh.sizes("")
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
-    config = settings.load(["llama3-8b"])
+    config = settings.load(["llama3-8b", "remat_policy=minimal"])
     with pytest.raises(UsageError) as error:
         room.require_room(config, limit=24 * 2**30)
     said = str(error.value)
@@ -45,6 +48,60 @@ def test_the_command_line_says_so_in_one_line(capsys, monkeypatch):
     assert cli.main(["bench", "llama3-8b"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: a step needs") and len(said.splitlines()) == 1
+
+
+POLICIES = {
+    "": ["none", "minimal", "full"],
+    "quantization=fp8_full": ["none", "minimal_with_quantization", "minimal", "full"],
+}
+
+
+@pytest.mark.parametrize("words", POLICIES)
+def test_auto_recomputes_as_little_as_there_is_room_for(words):
+    """Each policy is taken with just the room for it, and the next with a byte less."""
+    config = settings.load(["tiny", "batch_size=64", *words.split()])
+    order = POLICIES[words]
+    each = [dataclasses.replace(config, remat_policy=x) for x in order]
+    need = [memory.model(x, ONE).total for x in each]
+    assert need == sorted(need, reverse=True) and len(set(need)) == len(need), need
+    for i, policy in enumerate(order[:-1]):
+        limit = math.ceil(need[i] / room.SHARE)
+        assert room.settle(config, limit) == each[i], policy
+        assert room.settle(config, math.ceil((need[i] - 1) / room.SHARE) - 1) != each[i]
+    assert (
+        room.settle(config, need[-1]) == each[-1]
+    )  # and require_room has the last word
+    assert room.settle(each[-1], 2**50) == each[-1]  # what was asked for stays
+
+
+def test_auto_on_known_devices(monkeypatch):
+    """What runs keep on an H200, and where nothing is known."""
+    words = ["llama3-8b", "batch_size=4", "quantization=te_fp8_delayedscaling"]
+    words += ["optimizer_states=int8", "weight_dtype=bfloat16"]
+    words += ["weight_rounding=stochastic", "quantize_embedding_states=true"]
+    h200, config = 138 * 10**9, settings.load(words)
+    assert room.settle(config, h200).remat_policy == "minimal"
+    two = dataclasses.replace(config, batch_size=2)
+    assert room.settle(two, h200).remat_policy == "minimal_with_quantization"
+    four = settings.load(["llama3-8b", "num_decoder_layers=4", "batch_size=4"])
+    assert room.settle(four, h200).remat_policy == "none"
+    monkeypatch.setattr(room, "bytes_here", lambda: None)
+    assert room.settle(four).remat_policy == "minimal"
+
+
+def test_auto_in_float32_is_refused_where_even_full_does_not_fit():
+    config = room.settle(settings.load(["llama3-8b", "batch_size=4"]), 138 * 10**9)
+    assert config.remat_policy == "full"
+    with pytest.raises(UsageError, match="a step needs 140 GB") as error:
+        room.require_room(config, 138 * 10**9)
+    assert "remat_policy" not in str(error.value)
+
+
+def test_explain_says_what_auto_is(capsys):
+    assert cli.main(["explain", "tiny"]) == 0
+    assert "remat_policy=auto: none on this machine" in capsys.readouterr().out
+    assert cli.main(["explain", "tiny", "remat_policy=full"]) == 0
+    assert "auto" not in capsys.readouterr().out
 
 
 def test_flops_of_a_llama():

@@ -24,13 +24,14 @@ from midtread.lm import (
     data,
     model,
     optimizer,
+    room,
     settings,
     stacks,
     step,
     stream,
 )
 from midtread.lm.config import Model, Training, UsageError, section
-from midtread.lm.train import Diverged, check_loss, read, train
+from midtread.lm.train import Diverged, check_loss, read, settle, train
 
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
 
@@ -200,6 +201,35 @@ def test_training_starts_from_weights(whole, tmp_path, capsys):
     assert not (tmp_path / "d").exists()  # refused before anything is written
     assert cli.main(["train", *words[:-2], "load_parameters_path=/nowhere"]) == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_remat_policy_it_was_begun_with(whole, tmp_path, monkeypatch):
+    """`auto` is recorded as what it was settled to; another policy would be other bits."""
+    begun = settings.load([str(whole.folder / "config.yml")])
+    assert begun.remat_policy == "none"
+    words = ["tiny", "run_name=a", f"base_output_directory={tmp_path}"]
+    asked = settings.load(words)
+    assert asked.remat_policy == "auto"
+    assert settle(asked).remat_policy == "none"
+    recorded = dataclasses.replace(asked, remat_policy="minimal")
+    (tmp_path / "a").mkdir()
+    settings.save(recorded, tmp_path / "a" / "config.yml")
+    assert settle(asked) == recorded
+    full = settings.load([*words, "remat_policy=full"])
+    assert settle(full) == full
+    anew = settings.load([*words, "overwrite=true"])
+    assert settle(anew).remat_policy == "none"
+    monkeypatch.setattr(room, "bytes_here", lambda: 1000)
+    assert settle(anew).remat_policy == "full"
+    assert settle(asked) == recorded
+
+
+def test_a_run_that_kept_codes_is_served(tmp_path, capsys):
+    """Its weights are float, and there are no codes to keep where nothing is trained."""
+    words = ["tiny", "steps=1", "run_name=a", f"base_output_directory={tmp_path}"]
+    words += ["quantization=fp8_full", "remat_policy=minimal_with_quantization"]
+    assert cli.main(["train", *words]) == 0, capsys.readouterr().err
+    assert cli.main(["eval", str(tmp_path / "a")]) == 0, capsys.readouterr().err
 
 
 def test_a_lost_loss_stops_the_run():

@@ -41,13 +41,11 @@ class Chain:
         self.program, self.stages = program, stages(program)
         of = lambda n: program.eqns[program.marks[n]["weight"]].outvars[0]
         self.weights = {n: of(n) for n in moving}
-        by_name = {tuple(map(str, path)): w for path, w in params.items()}
         self.fixed = dict(program.constants)
         self.fixed |= {v: params[path] for path, v in program.params.items()}
         for n, site in enumerate(program.sites):
             if n not in self.weights:
-                w = by_name[tuple(map(str, site.path))][site.layer]
-                w = site.as_operand(w.reshape(site.stored_shape))
+                w = site.as_operand(site.weight_in(params))
                 self.fixed[of(n)] = w.astype(of(n).aval.dtype)
         followed = set(self.weights.values())
         for stage in self.stages:

@@ -18,7 +18,7 @@ value; gate and up); the sites of a stage are settled together.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,6 +101,16 @@ class Site:
     def as_operand(self, stored: jax.Array) -> jax.Array:
         """A weight as it is stored, turned as the contraction takes it."""
         return stored.transpose(self.turn)
+
+    def path_in(self, params: Mapping[tuple, Any]) -> tuple:
+        """Of its parameter: numbers in a path may be text in one place and not in another."""
+        own = tuple(map(str, self.path))
+        return next(path for path in params if tuple(map(str, path)) == own)
+
+    def weight_in(self, params: Mapping[tuple, Any]) -> jax.Array:
+        """Its weight, as it is stored, of all parameters by path."""
+        w = params[self.path if self.path in params else self.path_in(params)]
+        return w[self.layer].reshape(self.stored_shape)
 
 
 class Marker(QuantizationProvider):

@@ -139,9 +139,10 @@ def _enough(site: Site, stats: dict, share: float) -> tuple[dict, str]:
     few = [int(e) for e in np.flatnonzero(counts < least)] if len(counts) > 1 else []
     if not few:
         return stats, ""
+    pool = {"H": jnp.sum, "C": jnp.sum, "largest": jnp.max}
     pooled = {
-        name: stats[name].at[jnp.array(few)].set(jnp.sum(stats[name], axis=0))
-        for name in ("H", "C")
+        name: stats[name].at[jnp.array(few)].set(of_all(stats[name], axis=0))
+        for name, of_all in pool.items()
         if name in stats
     }
     note = f"experts {few} saw fewer than {int(least)} tokens: moments of all experts"

@@ -354,9 +354,7 @@ def without_scales(
 def weight_of(program: Program, params: dict, number: int) -> jax.Array:
     """The weight of a site as matrices [E, K, N], in float32."""
     site = program.sites[number]
-    path = next(p for p in params if tuple(map(str, p)) == tuple(map(str, site.path)))
-    w = params[path][site.layer].reshape(site.stored_shape)
-    return as_matrices(w.astype(jnp.float32), site.axes)
+    return as_matrices(site.weight_in(params).astype(jnp.float32), site.axes)
 
 
 def change_weight(
@@ -364,7 +362,7 @@ def change_weight(
 ) -> None:
     """Puts `change` of a site's matrices into `params`."""
     site = program.sites[number]
-    path = next(p for p in params if tuple(map(str, p)) == tuple(map(str, site.path)))
+    path = site.path_in(params)
     m = change(weight_of(program, params, number))
     w = as_weight(m, site.axes, site.stored_shape)
     params[path] = put(params[path], site.layer, w)

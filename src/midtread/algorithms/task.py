@@ -56,10 +56,7 @@ class Task:
 
     def weight(self, site: Site) -> jax.Array:
         """The float weight of a site, as it is stored."""
-        by_name = {tuple(map(str, p)): w for p, w in self.floats.items()}
-        return by_name[tuple(map(str, site.path))][site.layer].reshape(
-            site.stored_shape
-        )
+        return site.weight_in(self.floats)
 
     @property
     def users(self) -> dict[int, int]:

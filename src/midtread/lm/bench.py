@@ -63,6 +63,7 @@ class Timed(NamedTuple):
     peak_bytes: int
     flops: float = 0.0  # a second
     share: float | None = None  # of the peak
+    remat: str = ""  # the policy, `auto` settled
     gathered: str = ""  # a table of all-gathers of weights, on a mesh that cuts them
 
 
@@ -115,13 +116,15 @@ def measure(config: Config, name: str) -> Timed:
     flops, device = roofline.model_flops(config) / median, roofline.device_here()
     share = flops / (device.flops["bf16"] * jax.device_count()) if device else None
     return Timed(
-        name, median, tokens / median, compile_seconds, peak, flops, share, table
-    )
+        name, median, tokens / median, compile_seconds, peak, flops, share,
+        config.remat_policy, table,
+    )  # fmt: skip
 
 
 def bench(config: Config) -> list[Timed]:
     """This config, and itself in float if it is quantized."""
     plain = in_float(config)
+    plain, config = room.settle(plain), room.settle(config)
     for each in (plain, config):
         room.require_room(each)
     timed = [measure(plain, plain.dtype)]
@@ -131,7 +134,7 @@ def bench(config: Config) -> list[Timed]:
 
 
 COLUMNS = ("training", "step", "tokens/s", "TFLOP/s", "of peak", "speed", "compile",
-           "peak bytes")  # fmt: skip
+           "peak bytes", "remat")  # fmt: skip
 
 
 def rows(timed: list[Timed]) -> list[list[str]]:
@@ -145,6 +148,7 @@ def rows(timed: list[Timed]) -> list[list[str]]:
             f"{timed[0].step_seconds / x.step_seconds:.2f}x",
             f"{x.compile_seconds:.1f} s",
             f"{x.peak_bytes:,}",
+            x.remat,
         ]
         for x in timed
     ]

@@ -203,11 +203,12 @@ class Model:
         at_least=0,
     )
     remat_policy: Literal[
-        "none", "full", "minimal", "minimal_with_quantization", "quantized"
+        "auto", "none", "full", "minimal", "minimal_with_quantization", "quantized"
     ] = key(
-        "none",
-        "recompute in the backward: nothing, all, all but results of matmuls, all but these "
-        "and the codes that matmuls multiply, or all but the codes",
+        "auto",
+        "recompute in the backward: as little as the device has room for, nothing, all, all "
+        "but results of matmuls, all but these and the codes that matmuls multiply, or all "
+        "but the codes",
     )
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "computes in this")
     weight_dtype: Literal["float32", "bfloat16"] = key(
@@ -302,6 +303,12 @@ class Model:
         return tuple(
             pattern[i % len(pattern)] == "L" for i in range(self.num_decoder_layers)
         )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the backward recomputes nothing; `auto` does so until room.settle has put
+        another policy in its place."""
+        return self.remat_policy in ("auto", "none")
 
 
 # keys that latent attention does not use

@@ -60,8 +60,8 @@ def model(config: Config, on: Mapping[str, int]) -> Bytes:
 def codes_of_weights(config: Config, weights: list["Weight"]) -> int:
     """Returns the bytes of the codes of weights that the forward keeps for the backward, at a
     byte an element."""
-    keeps = config.remat_policy in ("none", "minimal_with_quantization")
-    if not keeps or not (config.quantization or config.quant):
+    keeps = config.remat_policy == "minimal_with_quantization"
+    if not (keeps or config.keeps_all) or not (config.quantization or config.quant):
         return 0
     return sum(w.here for w in weights if w.in_layers and w.is_matrix)
 
@@ -141,7 +141,7 @@ def activations(config: Config, on: Mapping[str, int]) -> int:
     part = share(config, on)
     rows = max(part.batch_size // part.gradient_accumulation_steps, 1)
     kept = _of_a_row(part)
-    if part.remat_policy != "none":  # the backward recomputes one layer at a time
+    if not part.keeps_all:  # the backward recomputes one layer at a time
         whole = _of_a_row(dataclasses.replace(part, remat_policy="none"))
         kept += (whole - kept) // part.num_decoder_layers
     num_logits = rows * part.max_target_length * part.vocab_size

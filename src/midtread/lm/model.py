@@ -239,7 +239,8 @@ class Decoder(nnx.Module):
             self.logits_dense = Linear(
                 m, m.emb_dim, m.vocab_size, ("embed", "vocab"), rngs
             )
-        self.scanned, self.remat = m.scan_layers, m.remat_policy
+        self.scanned = m.scan_layers
+        self.remat = None if m.keeps_all else m.remat_policy
         self.unroll = m.scan_unroll
 
     def __call__(self, x: jax.Array, place: Place, caches: dict | None):
@@ -256,7 +257,7 @@ class Decoder(nnx.Module):
 
     def _one(self, name):
         one = with_weights(lambda layer, x, place, cache: layer(x, place, cache), name)
-        if self.remat == "none":
+        if self.remat is None:
             return one
         return nnx.remat(one, policy=POLICIES[self.remat])
 

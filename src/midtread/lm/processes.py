@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import jax
+import numpy as np
 
 from midtread.lm.config import require
 
@@ -78,6 +79,15 @@ def together(where: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(where)
+
+
+def agree(number: int) -> int:
+    """Returns the number that the first process has."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 SIGNS = ("gloo", "connection", "heartbeat", "coordination", "unavailable", "peer")

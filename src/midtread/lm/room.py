@@ -6,6 +6,14 @@ is refused in one line, with the numbers and with the keys that would help, each
 saves. Activations take a trace of the model to count, so they are counted only where a bound
 that is easily found leaves a doubt.
 
+`remat_policy=auto` is settled by the same numbers, before the run is held against its devices:
+the first of these that needs no more than SHARE of a device,
+
+    none                         the backward recomputes nothing
+    minimal_with_quantization    it quantizes nothing again; where something is quantized
+    minimal                      it multiplies nothing again
+    full                         whatever it needs
+
 The same for serving: weights before they are loaded, a cache before it is made.
 """
 
@@ -19,6 +27,8 @@ from midtread.lm import memory
 from midtread.lm import mesh as meshes
 from midtread.lm.config import Config, UsageError
 from midtread.model.coverage import human
+
+SHARE = 0.9  # of a device that a policy of `auto` may need, by a count that is off by some percent
 
 # keys that save memory, and what to write for them
 HELP = [
@@ -62,6 +72,41 @@ def _available() -> int:
         return 2**62
 
 
+def settle(
+    config: Config, limit: int | None = None, on: Mapping[str, int] | None = None
+) -> Config:
+    """Returns the config with the remat_policy that `auto` stands for on these devices.
+
+    Args:
+        limit: the bytes of a device; None asks the device.
+        on: the sizes of the mesh; None asks the config and the devices there are.
+    """
+    if config.remat_policy != "auto":
+        return config
+    limit = bytes_here() if limit is None else limit
+    on = meshes.sizes(config.mesh, jax.device_count()) if on is None else on
+    return dataclasses.replace(config, remat_policy=_policy(config, limit, on))
+
+
+def _policy(config: Config, limit: int | None, on: Mapping[str, int]) -> str:
+    """Returns the policy that recomputes least in `limit` bytes."""
+    if limit is None:  # a device that does not say what it has
+        return "minimal"
+    least = _static(config, on)
+    if least > SHARE * limit:
+        return "full"
+    if _without_a_doubt(config, on, least) <= SHARE * limit:
+        return "none"
+    policies = ["none", "minimal_with_quantization", "minimal"]
+    if not (config.quantization or config.quant):  # there are no codes to keep
+        policies.remove("minimal_with_quantization")
+    for policy in policies:
+        each = dataclasses.replace(config, remat_policy=policy)
+        if memory.model(each, on).total <= SHARE * limit:
+            return policy
+    return "full"
+
+
 def require_room(config: Config, limit: int | None = None) -> None:
     """Refuses a training run that needs more memory than its devices have.
 
@@ -73,8 +118,7 @@ def require_room(config: Config, limit: int | None = None) -> None:
         return
     on = meshes.sizes(config.mesh, jax.device_count())
     least = _static(config, on)
-    # Codes of weights take a byte where parameters and gradients take four or more.
-    if least + least // 4 + _at_most(config, on) <= limit:
+    if _without_a_doubt(config, on, least) <= limit:
         return
     need = least if least > limit else memory.model(config, on).total
     if need <= limit:
@@ -88,6 +132,13 @@ def _static(config: Config, on: Mapping[str, int]) -> int:
     weights = memory.weights_on(config, on)
     parameters, moments = memory.parameters_and_moments(config, weights)
     return 2 * parameters + moments
+
+
+def _without_a_doubt(config: Config, on: Mapping[str, int], least: int) -> int:
+    """Returns bytes that suffice under every policy, of which `least` do not depend on the
+    batch."""
+    # Codes of weights take a byte where parameters and gradients take four or more.
+    return least + least // 4 + _at_most(config, on)
 
 
 def _at_most(config: Config, on: Mapping[str, int]) -> int:

@@ -108,7 +108,7 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         if own.get("tokenizer_path") and tokenizer_copy.is_file():
             own["tokenizer_path"] = str(tokenizer_copy)
         dropped = {"load_parameters_path", "save_quantized_params_path", "overwrite"}
-        dropped |= set(keys(Sharding))
+        dropped |= {"remat_policy", *keys(Sharding)}  # for training
         if not convert.is_quantized(path):
             dropped |= set(keys(Quantization))
         under = {k: v for k, v in own.items() if k not in dropped}

@@ -12,12 +12,13 @@ are dropped, so that the curve is the one an uninterrupted run would have drawn.
 that is not a number, or runs away, stops the run and says what to try.
 """
 
+import dataclasses
 import json
 import math
 import pathlib
 import shutil
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
 from flax import nnx
@@ -220,6 +221,21 @@ def start_model(config: Config, layout: Layout | None) -> nnx.Module:
     return model
 
 
+def settle(config: Config) -> Config:
+    """Returns the config with a remat_policy in the place of `auto`: the one that the run was
+    begun with, since another adds in another order, or the one that there is room for."""
+    if config.remat_policy != "auto":
+        return config
+    begun = folder_of(config) / "config.yml"
+    if begun.exists() and not config.overwrite:
+        before = settings.load([str(begun)]).remat_policy
+        config = dataclasses.replace(config, remat_policy=before)
+    # The devices of several processes may have unequal room, and run one program.
+    policies = list(get_args(get_type_hints(Config)["remat_policy"]))
+    policy = processes.agree(policies.index(room.settle(config).remat_policy))
+    return dataclasses.replace(config, remat_policy=policies[policy])
+
+
 def train(config: Config, terminal: Terminal | None = None) -> Result:
     """Runs, or goes on with, the run that `config` describes."""
     terminal = terminal or Terminal(quiet=not processes.is_first())
@@ -227,6 +243,7 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     # This refuses what cannot be quantized, before anything is written.
     coverage = build.coverage(config)
     check_start(config)
+    asked, config = config, settle(config)
     room.require_room(config)
     splits = data.splits(config)
     codec = data.tokenizer(config) if config.dataset_type != "synthetic" else None
@@ -236,7 +253,9 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
         (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
         (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{coverage}\n")
     processes.together("the folder is there")
-    terminal.config(settings.changed(config), folder)
+    terminal.config(settings.changed(asked), folder)
+    if asked != config:
+        terminal.say(f"remat_policy=auto: {config.remat_policy}")
     terminal.data(config.dataset_type, splits.about)
     terminal.coverage(build.mode(config), build.summary(coverage), coverage.totals)
     model = start_model(config, layout)

@@ -3,6 +3,7 @@
 rules.py      where in a model, in which formats; from a rule to Specs
 provider.py   the base of every provider: rules, and handlers of the ops they match
 quantize.py   quantize_model: a Flax model under a provider
+donation.py   what is left of a model that was donated: its use is an error
 function.py   quantize_function: a plain function under a provider
 caught.py     the functions of JAX and Flax that are intercepted
 intercept.py  calls of JAX's functions reach the active provider

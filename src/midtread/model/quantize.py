@@ -3,7 +3,7 @@
 A Linen module is copied and given a subclass whose methods switch the provider on. An NNX
 module gets new Variables over the same arrays (nothing is copied) and subclasses that know
 their paths; then one abstract run finds out what the provider adds to it. The model that
-was passed in stays as it was.
+was passed in stays as it was, or with donate=True is used up.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib, guards
+from midtread.model import donation, flaxlib, guards
 from midtread.model.provider import QuantizationProvider
 
 
@@ -41,9 +41,10 @@ def quantize_model(
         provider: what happens at the ops that its rules match.
         model_inputs: for NNX models: inputs as the method takes them; shapes are enough.
         methods: the methods that run quantized; one for NNX.
-        donate: for NNX models: `model` itself becomes the quantized one and is returned.
-            Each float parameter is freed as soon as its quantized one is there. Without
-            it, no Variable is shared: neither model sees what is done to the other.
+        donate: for NNX models: the result takes over the Variables of `model`, which is used
+            up: each float parameter is freed as soon as its quantized one is there, and a
+            later use of `model`, or of a module inside it, is a ValueError. Without it, no
+            Variable is shared: neither model sees what is done to the other.
         model_inputs_kwargs: further inputs by name; `rngs` for what draws random numbers,
             which the method gets too if it has an argument of that name.
 
@@ -89,9 +90,15 @@ def quantize_model(
         if len(methods) != 1:
             raise ValueError("Only one method is supported for nnx models.")
         (method,) = methods
-        if not donate:
-            model = nnx.clone(model)  # new Variables over the same arrays
-        return _quantize_nnx(model, provider, method, model_inputs, model_inputs_kwargs)
+        call = (provider, method, model_inputs, model_inputs_kwargs)
+        if not donate:  # new Variables over the same arrays
+            return _quantize_nnx(donation.copy(model), *call)
+        taken = donation.Donation(model)
+        try:
+            return _quantize_nnx(taken.model, *call)
+        except BaseException:
+            taken.take_back()
+            raise
     if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
         raise ValueError(  # noqa: TRY004
             f"Unsupported model type: {model.__name__} is a class. Give an instance of it."
