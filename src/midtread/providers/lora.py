@@ -30,7 +30,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.model import flaxlib, intercept, running
+from midtread.model import flaxlib, intercept, origins, running
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names, named_fields
@@ -517,7 +517,7 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
             return name, turn_of(module, name, x)
         # These may be the values of a box, arranged as its codes cannot be.
         opened = running.call_of(provider).notes.get("opened", {})
-        for source, turn in intercept.turned_ancestors(flaxlib.unbox(x)):
+        for source, turn in origins.turned_ancestors(flaxlib.unbox(x)):
             if id(source) in opened:
                 box = opened[id(source)][1]
                 found = _weight_of(provider, module, box)
@@ -531,7 +531,7 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
     by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
     last, unboxed = None, flaxlib.unbox(x)
     qvalue = unboxed.qvalue if isinstance(unboxed, QArray) else unboxed.array.qvalue
-    for last, turn in intercept.turned_ancestors(qvalue):
+    for last, turn in origins.turned_ancestors(qvalue):
         if id(last) in by_id:
             return by_id[id(last)], turn
     if not origin_is_hidden(last, codes):
