@@ -14,6 +14,7 @@ origins.py    which arrays an array is a cast, a reshape or a transpose of
 running.py    which model, module and provider are at work on this thread
 weights.py    which operand of a matmul is a parameter
 flaxlib.py    Linen and NNX behind the same few functions
+adopt.py      a Flax model gets classes whose methods run under a provider
 boxes.py      how a quantized parameter is stored in a model
 moves.py      how codes follow what a layer does to a parameter before it multiplies
 guards.py     refuses a derivative or an optimizer that cannot be, with what to write instead
