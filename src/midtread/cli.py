@@ -59,7 +59,7 @@ def _train(words: Sequence[str]) -> None:
 def _one_checkpoint(words: Sequence[str], otherwise: str) -> tuple[str, Any]:
     """Returns the path and config of the one checkpoint that the words name."""
     from midtread.lm import settings
-    from midtread.lm.config import require
+    from midtread.lm.usage import require
 
     checkpoints = settings.load_checkpoints(words)
     require(len(checkpoints) == 1, otherwise)
@@ -165,7 +165,7 @@ def _report(words: Sequence[str]) -> None:
 def _report_tflite(file: str) -> None:
     import pathlib
 
-    from midtread.lm.config import UsageError, first_line, require
+    from midtread.lm.usage import UsageError, first_line, require
     from midtread.report.tflite import describe
 
     require(pathlib.Path(file).is_file(), f"no such file: {file}.")
@@ -248,7 +248,7 @@ def _explain(words: Sequence[str]) -> None:
 def _options_of_explain(words: Sequence[str]) -> tuple[list[str], dict]:
     """Returns the words besides kernels=... and serve=..., and the options of `coverage`
     that those ask for."""
-    from midtread.lm.config import require
+    from midtread.lm.usage import require
 
     own = {"kernels": "false", "serve": ""}
     pairs = [w.partition("=")[::2] for w in words]
@@ -349,7 +349,7 @@ LESS = {
 
 def _out_of_memory(verb: str, error: Exception) -> str:
     """Returns what a device said when its memory was used up, and what would help."""
-    from midtread.lm.config import first_line
+    from midtread.lm.usage import first_line
 
     said = first_line(error).rpartition("RESOURCE_EXHAUSTED:")[2].strip().rstrip(".")
     return f"{said}. What would help: {LESS.get(verb, 'a smaller batch_size')}."
@@ -372,7 +372,7 @@ def _main(words: list[str]) -> int:
         print(f"error: unknown verb {verb!r}. {hint}", file=sys.stderr)
         return 2
     try:
-        from midtread.lm.config import UsageError
+        from midtread.lm.usage import UsageError
 
         if any(w in ("-h", "--help") for w in rest):
             from midtread.lm import settings

@@ -18,7 +18,8 @@ import pytest
 
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures, huggingface
-from midtread.lm.config import Model, UsageError
+from midtread.lm.config import Model
+from midtread.lm.usage import UsageError
 
 ROOT = pathlib.Path(__file__).parent / "fixtures" / "huggingface"
 FOLDERS = ("llama31", "qwen2", "mixtral", "gemma3", "deepseek_v3")

@@ -14,8 +14,9 @@ from midtread.lm import blockwise, settings
 from midtread.lm import cache as kv
 from midtread.lm import model as models
 from midtread.lm.attend import Call, _kept, attend, choose_for
-from midtread.lm.config import Model, UsageError, section
+from midtread.lm.config import Model, section
 from midtread.lm.seen import Place, document_starts, seen_by
+from midtread.lm.usage import UsageError
 
 #        B, T, S, H, K, h, w, and what else
 SHAPES = {

@@ -11,7 +11,8 @@ import pytest
 import midtread as mt
 from midtread import cli
 from midtread.lm import settings
-from midtread.lm.config import Config, Model, UsageError, keys
+from midtread.lm.config import Config, Model, keys
+from midtread.lm.usage import UsageError
 
 
 def test_keys_are_few_and_documented():

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from midtread.lm import data, model, settings, stream
-from midtread.lm.config import Model, UsageError
+from midtread.lm.config import Model
 from midtread.lm.train import Metrics, _from_json
+from midtread.lm.usage import UsageError
 
 TEXTS = [f"document {i}: " + "some more words " * (i % 5) for i in range(60)]
 

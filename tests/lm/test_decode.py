@@ -14,7 +14,8 @@ from midtread.kernels.environment import pretended
 from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.lm import convert, data, decode, model, room, settings
 from midtread.lm import generate as generating
-from midtread.lm.config import Model, UsageError, section
+from midtread.lm.config import Model, section
+from midtread.lm.usage import UsageError
 
 WORDS = ["tiny", "dtype=float32", "num_decoder_layers=2", "max_new_tokens=6"]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]

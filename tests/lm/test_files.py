@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from midtread.lm import data, files, settings
-from midtread.lm.config import UsageError
 from midtread.lm.stream import Documents
 from midtread.lm.train import _from_json
+from midtread.lm.usage import UsageError
 
 TEXTS = [f"document {i}: " + "some more wörds " * (i % 7) for i in range(90)]
 

@@ -17,9 +17,10 @@ from midtread.interop import huggingface as hf
 from midtread.lm import architectures, config_json, convert, data, settings
 from midtread.lm import cache as kv
 from midtread.lm import eval as evals
-from midtread.lm.config import Model, UsageError
+from midtread.lm.config import Model
 from midtread.lm.generate import generate
 from midtread.lm.tokenizer import tokenizer
+from midtread.lm.usage import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "huggingface"
 NAMES = sorted(p.name for p in ROOT.iterdir() if p.is_dir())

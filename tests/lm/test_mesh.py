@@ -16,8 +16,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from midtread.lm import build, data, mesh, model, ranges, settings, step
-from midtread.lm.config import Model, Training, UsageError, section
+from midtread.lm.config import Model, Training, section
 from midtread.lm.train import read, train
+from midtread.lm.usage import UsageError
 from midtread.model import prove
 from midtread.numerics.qarray import quantize
 

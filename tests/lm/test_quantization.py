@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 
 from midtread.lm import build, data, model, quantization, settings, step
-from midtread.lm.config import (
-    QUANTIZATIONS,
-    Model,
-    Training,
-    UsageError,
-    section,
-)
+from midtread.lm.config import QUANTIZATIONS, Model, Training, section
+from midtread.lm.usage import UsageError
 from midtread.model.rules import recipe_of
 from midtread.providers.delayed import DelayedFp8Provider
 from tests.lm.curves import CASES, PATH, curve

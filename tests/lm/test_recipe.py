@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from midtread.lm import build, model, quantization, ranges, settings, transfers
-from midtread.lm.config import Model, UsageError, section
+from midtread.lm.config import Model, section
 from midtread.lm.train import train
+from midtread.lm.usage import UsageError
 from midtread.model import prove
 from midtread.model.flaxlib import QuantStat, read
 from midtread.model.quantize import quantize_model

@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from midtread.lm import build, data, memory, settings, stacks, step
 from midtread.lm import model as models
-from midtread.lm.config import Model, Training, UsageError, section
+from midtread.lm.config import Model, Training, section
+from midtread.lm.usage import UsageError
 from tests.lm.curves import curve
 
 WIDE = ["tiny", "emb_dim=64", "mlp_dim=256", "head_dim=32", "batch_size=1"]

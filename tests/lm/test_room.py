@@ -7,7 +7,7 @@ import pytest
 
 from midtread import cli
 from midtread.lm import memory, mesh, roofline, room, settings
-from midtread.lm.config import UsageError
+from midtread.lm.usage import UsageError
 
 ONE = mesh.sizes("")
 

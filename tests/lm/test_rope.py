@@ -7,8 +7,9 @@ import pytest
 
 from midtread.lm import rope, settings
 from midtread.lm.attend import attend
-from midtread.lm.config import Model, UsageError
+from midtread.lm.config import Model
 from midtread.lm.seen import Place, seen_by
+from midtread.lm.usage import UsageError
 
 YARN = "yarn,factor:40,original_max_position_embeddings:4096,mscale:1,mscale_all_dim:1"
 LLAMA = "llama3,factor:8,original_max_position_embeddings:8192"

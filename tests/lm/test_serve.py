@@ -29,11 +29,12 @@ from midtread.lm import (
     room,
     settings,
 )
-from midtread.lm.config import Model, UsageError, section
+from midtread.lm.config import Model, section
 from midtread.lm.decode import Sampling, choose
 from midtread.lm.generate import generate
 from midtread.lm.manual import manual_quantize
 from midtread.lm.train import train
+from midtread.lm.usage import UsageError
 
 WORDS = [
     "tiny",

@@ -30,8 +30,9 @@ from midtread.lm import (
     step,
     stream,
 )
-from midtread.lm.config import Model, Training, UsageError, section
+from midtread.lm.config import Model, Training, section
 from midtread.lm.train import Diverged, check_loss, read, settle, train
+from midtread.lm.usage import UsageError
 
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
 

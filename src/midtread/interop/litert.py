@@ -27,7 +27,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.interop import tflite
-from midtread.model import flaxlib
+from midtread.model import adopt, flaxlib
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
 from midtread.providers.litert import OdmlQatProvider
@@ -193,7 +193,7 @@ def _annotated(model, trained: OdmlQatProvider, variables, quant_stats, method, 
     params = nnx.state(model, nnx.Param)
     provider = OdmlConversionProvider(trained.given, params, stats, **options)
     provider._ops = trained._ops
-    twin = flaxlib.adopt_nnx(nnx.clone(model), provider, method)
+    twin = adopt.adopt_nnx(nnx.clone(model), provider, method)
     return provider, lambda *x: getattr(twin, method)(*x, **call)
 
 

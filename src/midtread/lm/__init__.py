@@ -3,6 +3,8 @@
 What a user writes:
 
     config.py         every key with its meaning, its default and its limits
+    contradictions.py keys that cannot go together, and what to write instead
+    usage.py          what the user wrote cannot be done, said in one line
     settings.py       from a YAML file and key=value words to a Config
     configs/          the configs that are shipped
     quantization.py   what each value of quantization= means

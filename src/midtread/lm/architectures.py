@@ -27,7 +27,8 @@ from flax import nnx
 
 from midtread.interop.huggingface import Row
 from midtread.lm import model as models
-from midtread.lm.config import Model, UsageError, require
+from midtread.lm.config import Model
+from midtread.lm.usage import UsageError, require
 
 # --- names ------------------------------------------------------------------------------------
 

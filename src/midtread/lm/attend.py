@@ -38,8 +38,9 @@ from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import SYMBOLIC, is_static
 from midtread.lm import blockwise
 from midtread.lm import cache as kv
-from midtread.lm.config import Model, UsageError
+from midtread.lm.config import Model
 from midtread.lm.seen import Seen
+from midtread.lm.usage import UsageError
 from midtread.model.provider import get_current_rule
 from midtread.model.running import disable_interceptions
 from midtread.numerics.qarray import QArray

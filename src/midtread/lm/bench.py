@@ -34,20 +34,11 @@ from midtread.lm import (
 )
 from midtread.lm import cache as kv
 from midtread.lm import model as models
-from midtread.lm.config import (
-    READS,
-    Config,
-    Model,
-    Quantization,
-    Training,
-    UsageError,
-    first_line,
-    keys,
-    require,
-    section,
-)
+from midtread.lm.config import Config, Model, Quantization, Training, keys, section
+from midtread.lm.contradictions import READS
 from midtread.lm.generate import cache_format
 from midtread.lm.mesh import layout_of
+from midtread.lm.usage import UsageError, first_line, require
 from midtread.model.coverage import human
 from midtread.model.rules import did_you_mean
 

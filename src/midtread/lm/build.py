@@ -8,8 +8,9 @@ from flax import nnx
 
 from midtread.lm import model as models
 from midtread.lm import quantization
-from midtread.lm.config import Config, Model, UsageError, first_line, section
+from midtread.lm.config import Config, Model, section
 from midtread.lm.step import Pruning
+from midtread.lm.usage import UsageError, first_line
 from midtread.model.coverage import Coverage
 from midtread.model.explain import explain
 from midtread.model.quantize import quantize_model

@@ -18,7 +18,8 @@ from midtread.algorithms import calibrate as algorithms
 from midtread.algorithms import learn
 from midtread.algorithms.report import Report
 from midtread.lm import data, quantization
-from midtread.lm.config import Config, UsageError, first_line
+from midtread.lm.config import Config
+from midtread.lm.usage import UsageError, first_line
 
 
 def calibrated(

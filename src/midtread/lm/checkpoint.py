@@ -31,17 +31,10 @@ from flax import nnx
 from midtread.interop.huggingface import as_floats
 from midtread.lm import huggingface
 from midtread.lm import model as models
-from midtread.lm.config import (
-    Config,
-    Model,
-    UsageError,
-    first_line,
-    keys,
-    require,
-    section,
-)
+from midtread.lm.config import Config, Model, keys, section
 from midtread.lm.step import State
 from midtread.lm.tokenizer import Tokenizer
+from midtread.lm.usage import UsageError, first_line, require
 
 
 def params_of(learned: nnx.State) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from flax import nnx
 from midtread.interop import export
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
-from midtread.lm.config import Config, Model, require, section
+from midtread.lm.config import Config, Model, section
+from midtread.lm.usage import require
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model

@@ -6,24 +6,17 @@ a model can be built from `Model(...)` by someone who has no files or data:
     Config = Run + Data + Model + Training + Quantization + Decoding + Sharding
 
 The records are frozen and check themselves: a value out of range, or two keys that cannot
-go together, is a `UsageError` that names them. Reading files and command lines is
-`lm/settings.py`; this file needs the standard library alone. Names are MaxText's where it
-has the key (docs/from-maxtext.md).
+go together (contradictions.py), is a `UsageError` that names them. Reading files and command
+lines is `lm/settings.py`; this file needs the standard library alone. Names are MaxText's
+where it has the key (docs/from-maxtext.md).
 """
 
 import dataclasses
 import functools
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-
-class UsageError(ValueError):
-    """What the user wrote cannot be done: one line, and exit code 2 on the command line."""
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, or its name if it says nothing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0]
+from midtread.lm import contradictions
+from midtread.lm.usage import require
 
 
 def key(
@@ -59,16 +52,6 @@ class Run:
     )
 
 
-# keys that are paths of this machine
-LOCAL = ("base_output_directory", "load_parameters_path", "save_quantized_params_path",
-         "export_path", "tokenizer_path", "quant_cfg_path", "jax_cache_dir")  # fmt: skip
-# keys that only some kinds of data use
-READS = {
-    "dataset_path": ("text", "jsonl", "parquet", "hf", "tfds"),
-    "dataset_name": ("hf", "tfds"),
-    "text_field": ("jsonl", "parquet", "hf", "tfds"),
-    "dataset_memory_mb": ("text", "jsonl", "parquet"),
-}
 DATASETS = Literal["corpus", "synthetic", "text", "jsonl", "parquet", "hf", "tfds"]
 
 
@@ -217,84 +200,7 @@ class Model:
 
     def __post_init__(self):
         check_limits(self)
-        require(
-            self.num_query_heads % self.num_kv_heads == 0,
-            f"num_query_heads={self.num_query_heads} is not a multiple of "
-            f"num_kv_heads={self.num_kv_heads}.",
-        )
-        for name in ("head_dim", "qk_rope_head_dim"):
-            require(
-                getattr(self, name) % 2 == 0,
-                f"{name}={getattr(self, name)} is odd: the rotary embedding turns pairs.",
-            )
-        require(
-            int(self.head_dim * self.partial_rotary_factor) % 2 == 0,
-            f"partial_rotary_factor={self.partial_rotary_factor} turns "
-            f"{int(self.head_dim * self.partial_rotary_factor)} of head_dim="
-            f"{self.head_dim}: the rotary embedding turns pairs.",
-        )
-        self._check_windows()
-        require(
-            self.num_experts_per_tok <= self.num_experts,
-            f"num_experts_per_tok={self.num_experts_per_tok} is more than "
-            f"num_experts={self.num_experts}.",
-        )
-        require(
-            self.first_num_dense_layers <= self.num_decoder_layers,
-            f"first_num_dense_layers={self.first_num_dense_layers} is more than "
-            f"num_decoder_layers={self.num_decoder_layers}.",
-        )
-        groups = self.n_routing_groups
-        require(
-            self.num_experts % groups == 0,
-            f"n_routing_groups={groups} does not divide num_experts={self.num_experts}.",
-        )
-        require(
-            self.topk_routing_group <= groups,
-            f"topk_routing_group={self.topk_routing_group} is more than "
-            f"n_routing_groups={groups}.",
-        )
-        open_to_a_token = self.num_experts // groups * self.topk_routing_group
-        require(
-            self.num_experts_per_tok <= open_to_a_token,
-            f"num_experts_per_tok={self.num_experts_per_tok}, but topk_routing_group="
-            f"{self.topk_routing_group} leaves {open_to_a_token} experts to choose from.",
-        )
-
-    def _check_windows(self):
-        """Refuses keys of windows that mean nothing without one another."""
-        pattern, window = self.layer_pattern, self.sliding_window_size
-        require(
-            set(pattern) <= {"L", "G"},
-            f"layer_pattern={pattern} should be made of L (window) and G (none).",
-        )
-        require(
-            window or "L" not in pattern,
-            f"layer_pattern={pattern} has layers with a window: give sliding_window_size.",
-        )
-        require(
-            window or not self.local_rope_max_timescale,
-            "local_rope_max_timescale is for layers with a window: give "
-            "sliding_window_size.",
-        )
-        require(
-            not window or any(self.has_window),
-            f"sliding_window_size={window} is used by no layer with layer_pattern="
-            f"{pattern}: write an L in it, or drop one.",
-        )
-        require(
-            not window or not self.mtp_num_layers,
-            f"sliding_window_size={window} with mtp_num_layers={self.mtp_num_layers}: the "
-            "layers that predict further ahead have no window. Drop one.",
-        )
-        if self.attention_type == "mla":
-            plain = Model.__dataclass_fields__
-            for name in NOT_MLA:
-                require(
-                    getattr(self, name) == plain[name].default,
-                    f"{name}={getattr(self, name)} means nothing with attention_type=mla: "
-                    "drop it, or write attention_type=gqa.",
-                )
+        contradictions.check_model(self)
 
     @property
     def has_window(self) -> tuple[bool, ...]:
@@ -309,12 +215,6 @@ class Model:
         """Whether the backward recomputes nothing; `auto` does so until room.settle has put
         another policy in its place."""
         return self.remat_policy in ("auto", "none")
-
-
-# keys that latent attention does not use
-NOT_MLA = ("use_qk_norm", "partial_rotary_factor", "attn_logits_soft_cap",
-           "query_pre_attn_scalar", "attention_bias", "attention_sink",
-           "sliding_window_size")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -496,90 +396,7 @@ class Config(Run, Data, Model, Training, Quantization, Decoding, Sharding):
 
     def __post_init__(self):
         super().__post_init__()
-        parts = self.gradient_accumulation_steps
-        require(
-            self.batch_size % parts == 0,
-            f"gradient_accumulation_steps={parts} does not divide "
-            f"batch_size={self.batch_size}.",
-        )
-        if self.dataset_type in ("text", "jsonl", "parquet"):
-            require(
-                self.dataset_path,
-                f"dataset_type={self.dataset_type} needs dataset_path: a file, a folder "
-                "or a glob.",
-            )
-        self._check_data()
-        self._check_optimizer()
-        require(
-            "quant" not in self.remat_policy or self.quant or self.quantization,
-            f"remat_policy={self.remat_policy} keeps the codes that matmuls multiply, and "
-            "nothing is quantized: write quantization=fp8_full or another, or "
-            "remat_policy=minimal.",
-        )
-        require(
-            not (self.quant and self.quantization),
-            f"quant (rules of your own) and quantization={self.quantization} are both "
-            "given: drop one.",
-        )
-        require(
-            not (self.mlp_bias and self.expert_dispatch != "xla"),
-            f"expert_dispatch={self.expert_dispatch} has no place for experts' biases "
-            "(mlp_bias): write expert_dispatch=xla.",
-        )
-        require(
-            (self.weight_sparsity_n is None) == (self.weight_sparsity_m is None),
-            "weight_sparsity_n and weight_sparsity_m go together.",
-        )
-
-    def _check_optimizer(self):
-        """Refuses keys of optimizers that contradict each other."""
-        require(
-            self.weight_rounding == "nearest" or self.weight_dtype == "bfloat16",
-            f"weight_rounding={self.weight_rounding} means nothing with weight_dtype="
-            f"{self.weight_dtype}, whose steps are not rounded: write "
-            "weight_dtype=bfloat16, or drop it.",
-        )
-        require(
-            not self.quantize_embedding_states or self.optimizer_states != "float32",
-            "quantize_embedding_states=true means nothing with optimizer_states=float32: "
-            "write optimizer_states=int8, fp8 or int4.",
-        )
-        require(
-            self.opt_type != "adafactor" or self.adam_b2 == keys()["adam_b2"].default,
-            f"adam_b2={self.adam_b2} means nothing with opt_type=adafactor, whose second "
-            "moments decay by the step: drop it, or write opt_type=adamw.",
-        )
-        require(
-            self.opt_type != "adafactor"
-            or self.optimizer_states == "float32"
-            or self.adam_b1,
-            f"optimizer_states={self.optimizer_states} means nothing with adam_b1=0 and "
-            "opt_type=adafactor, which then has no moments: drop one.",
-        )
-
-    def _check_data(self):
-        """Refuses keys that this kind of data or tokenizer would ignore."""
-        for name in LOCAL:
-            given = getattr(self, name)
-            require(
-                "://" not in given,
-                f"{name}={given} is not a path of this machine: mount the bucket, and "
-                "give the path it has here.",
-            )
-        path, kind = self.tokenizer_path, self.tokenizer_type
-        require(path or kind == "byte", f"tokenizer_type={kind} needs tokenizer_path.")
-        require(
-            not path or kind != "byte",
-            f"tokenizer_path={path} means nothing with tokenizer_type=byte: write "
-            "tokenizer_type=huggingface or sentencepiece.",
-        )
-        for name, kinds in READS.items():
-            given = getattr(self, name)
-            require(
-                given == keys()[name].default or self.dataset_type in kinds,
-                f"{name}={given} means nothing with dataset_type={self.dataset_type}: it "
-                f"is for {', '.join(kinds)}.",
-            )
+        contradictions.check_config(self)
 
 
 SECTIONS = (Run, Data, Model, Training, Quantization, Decoding, Sharding)
@@ -628,9 +445,3 @@ def check_limits(config: Any) -> None:
                     f"{field.name}={value} is out of range: it must be {words} "
                     f"{limits[bound]} ({limits['meaning']}).",
                 )
-
-
-def require(holds: Any, otherwise: str) -> None:
-    """Raises UsageError with `otherwise` unless `holds`."""
-    if not holds:
-        raise UsageError(otherwise)

@@ -20,7 +20,8 @@ from midtread.lm.architectures import (
     Architecture,
     architecture,
 )
-from midtread.lm.config import Model, UsageError, keys, require
+from midtread.lm.config import Model, keys
+from midtread.lm.usage import UsageError, require
 
 # --- config.json as keys ----------------------------------------------------------------------
 

@@ -32,8 +32,9 @@ from midtread.interop import orbax as interop
 from midtread.lm import checkpoint, codes, huggingface, quantization, room, settings
 from midtread.lm import model as models
 from midtread.lm.build import some_tokens
-from midtread.lm.config import Config, Model, UsageError, first_line, require, section
+from midtread.lm.config import Config, Model, section
 from midtread.lm.mesh import Layout, serving_layout
+from midtread.lm.usage import UsageError, first_line, require
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model

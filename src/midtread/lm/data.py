@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from midtread.lm import files, stream
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row, stack
 from midtread.lm.tokenizer import need, tokenizer
+from midtread.lm.usage import UsageError, require
 
 # Practically without end; grain's own endless repeat overflows in batches of 1.
 EPOCHS = 2**31

@@ -40,9 +40,10 @@ from flax import nnx
 from midtread.kernels.environment import here
 from midtread.lm import cache as kv
 from midtread.lm import room
-from midtread.lm.config import Model, UsageError, require
+from midtread.lm.config import Model
 from midtread.lm.join import join
 from midtread.lm.model import Stack, Transformer
+from midtread.lm.usage import UsageError, require
 
 CHUNK = 512  # tokens of a prompt that are read at once
 ROUND = 8  # tokens before it is asked again whether some slot may go on

@@ -27,9 +27,10 @@ from midtread.lm import (
     settings,
     step,
 )
-from midtread.lm.config import Config, require
+from midtread.lm.config import Config
 from midtread.lm.generate import generate
 from midtread.lm.tokenizer import Tokenizer, digest_of
+from midtread.lm.usage import require
 from midtread.report.run import Run, Served, read, read_runs
 
 

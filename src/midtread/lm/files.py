@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from midtread.lm.config import Config, UsageError, first_line, require
+from midtread.lm.config import Config
 from midtread.lm.tokenizer import need
+from midtread.lm.usage import UsageError, first_line, require
 
 PIECE = 2**18  # bytes of a document that is cut from a large text
 CHUNK = 2**24  # bytes that are read in one go

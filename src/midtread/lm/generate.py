@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 
 from midtread.lm import decode
-from midtread.lm.config import Config, Model, require, section
+from midtread.lm.config import Config, Model, section
 from midtread.lm.tokenizer import Tokenizer
+from midtread.lm.usage import require
 
 
 class Result(NamedTuple):

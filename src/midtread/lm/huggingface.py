@@ -35,7 +35,8 @@ from midtread.interop import export as others
 from midtread.interop import gguf_export, quantized, targets
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures, config_json
-from midtread.lm.config import Config, Model, UsageError, require, section
+from midtread.lm.config import Config, Model, section
+from midtread.lm.usage import UsageError, require
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.rules import did_you_mean

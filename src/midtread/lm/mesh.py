@@ -33,7 +33,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from midtread.lm import quantization, ranges
-from midtread.lm.config import Config, Model, require, section
+from midtread.lm.config import Config, Model, section
+from midtread.lm.usage import require
 from midtread.numerics import calibration
 from midtread.numerics.formats import as_format
 from midtread.numerics.spec import Spec

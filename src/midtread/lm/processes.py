@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from midtread.lm.config import require
+from midtread.lm.usage import require
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process counts as dead
 CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # both count processes

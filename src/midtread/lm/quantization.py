@@ -24,7 +24,8 @@ from typing import Any
 
 import jax
 
-from midtread.lm.config import Config, UsageError, keys, require
+from midtread.lm.config import Config, keys
+from midtread.lm.usage import UsageError, require
 from midtread.model.provider import QuantizationProvider
 from midtread.model.rules import QtRule, QuantizationRule, as_rules, did_you_mean
 from midtread.numerics import calibration

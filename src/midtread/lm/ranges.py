@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from midtread.lm import processes
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config
+from midtread.lm.usage import UsageError, require
 from midtread.model.flaxlib import QuantStat, read
 
 FILE = "static.npz"

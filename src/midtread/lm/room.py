@@ -25,7 +25,8 @@ import jax
 
 from midtread.lm import memory
 from midtread.lm import mesh as meshes
-from midtread.lm.config import Config, UsageError
+from midtread.lm.config import Config
+from midtread.lm.usage import UsageError
 from midtread.model.coverage import human
 
 SHARE = 0.9  # of a device that a policy of `auto` may need, by a count that is off by some percent

@@ -35,7 +35,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.lm.config import Model, UsageError, require
+from midtread.lm.config import Model
+from midtread.lm.usage import UsageError, require
 from midtread.model.rules import did_you_mean
 
 ORIGINAL = "original_max_position_embeddings"

@@ -15,17 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midtread.lm import huggingface
-from midtread.lm.config import (
-    SECTIONS,
-    Config,
-    Quantization,
-    Sharding,
-    UsageError,
-    first_line,
-    keys,
-    kind,
-    require,
-)
+from midtread.lm.config import SECTIONS, Config, Quantization, Sharding, keys, kind
+from midtread.lm.usage import UsageError, first_line, require
 from midtread.model.rules import did_you_mean
 
 TYPES = {

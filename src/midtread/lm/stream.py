@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from midtread.lm import files
-from midtread.lm.config import Config, UsageError, first_line, require
+from midtread.lm.config import Config
 from midtread.lm.rows import HELD_OUT, Batch, Rows, row
 from midtread.lm.tokenizer import Tokenizer, need
+from midtread.lm.usage import UsageError, first_line, require
 
 # --- libraries --------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midtread.interop import gguf
-from midtread.lm.config import Config, UsageError, require
+from midtread.lm.config import Config
+from midtread.lm.usage import UsageError, require
 
 
 @dataclasses.dataclass(frozen=True)

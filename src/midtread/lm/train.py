@@ -37,18 +37,10 @@ from midtread.lm import (
     step,
 )
 from midtread.lm import model as models
-from midtread.lm.config import (
-    Config,
-    Decoding,
-    Model,
-    Training,
-    UsageError,
-    keys,
-    require,
-    section,
-)
+from midtread.lm.config import Config, Decoding, Model, Training, keys, section
 from midtread.lm.generate import generate
 from midtread.lm.mesh import Layout, layout_of
+from midtread.lm.usage import UsageError, require
 from midtread.report.run import read
 from midtread.report.terminal import Terminal
 

@@ -43,7 +43,7 @@ class WithAux:
     array: Any
     how: Spec
 
-    is_boxed = True  # model/intercept.py routes matmuls of boxed operands
+    is_boxed = True  # model/intercept.py looks for it among operands
 
     def __repr__(self) -> str:
         return f"WithAux(array={self.array!r})"

@@ -4,8 +4,8 @@
     COPIES    functions that copy or cast an array
     VIEWS     functions that take parts of an array, or lay it out otherwise
 
-How they are caught is intercept.py. Providers for fixed-point files see every op
-(everyop.py).
+Those of the first table are caught in intercept.py, those of the others in eager.py. Providers
+for fixed-point files see every op (everyop.py).
 """
 
 from collections.abc import Callable

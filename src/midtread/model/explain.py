@@ -27,7 +27,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.kernels.environment import DEVICES, here, implementation
-from midtread.model import flaxlib
+from midtread.model import adopt, flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.clipping import clipped
 from midtread.model.coverage import Coverage, Param
@@ -131,7 +131,7 @@ def _trace_linen(model, provider, method, inputs, kwargs, seen):
         args, named = rebuild(arrays)
         return module.init({"params": key}, *args, method=method, **named)
 
-    quantized = flaxlib.adopt_linen(model, provider, (method,))
+    quantized = adopt.adopt_linen(model, provider, (method,))
     before = jax.eval_shape(lambda *a: init(model, *a), key, arrays)
     after = jax.eval_shape(lambda *a: init(quantized, *a), key, arrays)
 

@@ -6,15 +6,11 @@
     can_update(module)       whether statistics may be written now
     make_rng(module, name)   a key of a random stream
 
-A Linen module knows its path. An NNX module does not, and transforms rebuild modules, so
-that objects cannot be told apart by identity: its path is an attribute of a class of its
-own, made by `adopt`, which survives split and merge because the class does.
+Which of the two libraries a module is of matters here and in adopt.py, and nowhere else.
 """
 
-import contextlib
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,10 +22,9 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import intercept, running
+from midtread.model import running
 from midtread.model.running import path_of
 from midtread.numerics.qarray import QArray
-from midtread.ops.context import here
 
 nnx.register_data_type(QArray)
 
@@ -414,14 +409,13 @@ def stacked_by(root: nnx.Module, module: nnx.Module) -> tuple[int, ...]:
     """Returns the extents of the stack of layers that `module`, which ran in `root`, is one
     layer of."""
     stored = {path: params_of(m) for path, m in nnx.iter_modules(root)}
-    own = params_of(module)
+    depth = len(module._path)
     paths = [module._path]
-    if not own:  # then the modules inside it tell
-        depth = len(module._path)
+    if not params_of(module):  # then the modules inside it tell
         paths = [p for p in stored if p[:depth] == module._path]
-    here = dict(nnx.iter_modules(module))
+    inside = dict(nnx.iter_modules(module))
     for path in paths:
-        inner = params_of(here.get(path[len(module._path) :], module))
+        inner = params_of(inside.get(path[depth:], module))
         for name, param in stored[path].items():
             extra = param.ndim - inner[name].ndim if name in inner else 0
             if extra and param.shape[extra:] != inner[name].shape:
@@ -447,134 +441,3 @@ def stack_rngs(model: nnx.Module, stacks: dict[tuple, tuple[int, ...]]) -> None:
                 if extents not in stacked:
                     stacked[extents] = rngs.split(extents)
                 setattr(module, RNGS, nnx.data(stacked[extents]))
-
-
-# --- adopting a model -------------------------------------------------------------------------
-
-
-def adopt_linen(model: nn.Module, provider: Any, methods) -> nn.Module:
-    """Copies a Linen module; the copy runs `methods` under the provider."""
-    cls = getattr(type(model), "_unquantized_type", type(model))
-    fields: dict[str, Any] = {"_unquantized_type": cls, "_provider": provider}
-    for name in methods:
-        if not hasattr(cls, name):
-            raise ValueError(f"{cls.__name__} has no method {name!r} to quantize.")
-        fields[name] = _linen_method(cls, name, provider)
-    model = model.copy()
-    object.__setattr__(model, "__class__", type(cls.__name__, (cls,), fields))
-    return model
-
-
-def _linen_method(cls: type, name: str, provider: Any) -> Callable:
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        if self.scope is None or running.is_active(provider):
-            return original(self, *args, **kwargs)
-        handlers = provider.handlers()
-        with intercept.active(provider, handlers, self), running.entered(self):
-            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            with nn.intercept_methods(_enter_linen):
-                out = original(model, *args, **kwargs)
-            return provider.process_model_output(name, out)
-
-    # wraps() copied the marks of a compact method, which this one only calls.
-    for mark in ("compact", "nowrap", "method_handler_wrapped", "__wrapped__"):
-        method.__dict__.pop(mark, None)
-    return method
-
-
-def _enter_linen(next_fn, args, kwargs, context):
-    if context.method_name == "__call__" and "module" in here.names:
-        out = running.offer("module", context.module, next_fn, args, kwargs)
-        if out is not NotImplemented:
-            return out
-    with running.entered(context.module):
-        return next_fn(*args, **kwargs)
-
-
-def adopt_nnx(model: nnx.Module, provider: Any, method: str) -> nnx.Module:
-    """Gives an NNX module classes that know paths and run under the provider."""
-    for path, module in nnx.iter_modules(model):
-        cls = getattr(type(module), "_unquantized_type", type(module))
-        fields: dict[str, Any] = {"_unquantized_type": cls, "_path": path}
-        fields["_path_text"] = "/".join(map(str, path))
-        # Qwix has these attributes, for model.set_attributes and for code that reads them.
-        fields |= {"qwix_path": path, "disable_quant_stats_update": False, RNGS: None}
-        for name, original in _nnx_methods(cls):
-            fields[name] = _nnx_method(original, name)
-        if issubclass(cls, nnx.bridge.ToNNX):
-            fields["__call__"] = _with_our_statistics(fields["__call__"])
-        if path == ():
-            fields["_provider"] = provider
-            fields[method] = _nnx_root(getattr(cls, method), method, provider)
-        module.__class__ = type(
-            cls.__name__, (cls,), {**fields, "__module__": cls.__module__}
-        )
-    return model
-
-
-def _nnx_methods(cls: type):
-    for name in dir(cls):
-        if name.startswith("_") and name != "__call__":
-            continue
-        original = inspect.getattr_static(cls, name)
-        inherited = any(vars(base).get(name) is original for base in nnx.Module.__mro__)
-        if inspect.isfunction(original) and not inherited:
-            yield name, original
-
-
-def _nnx_method(original: Callable, name: str) -> Callable:
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        if name == "__call__" and "module" in here.names:
-            run = functools.partial(original, self)
-            out = running.offer("module", self, run, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        with _named(self), running.entered(self):
-            return original(self, *args, **kwargs)
-
-    return method
-
-
-def _with_our_statistics(method: Callable) -> Callable:
-    """A bridge finds a collection by the class that is registered under its name. Qwix, if it
-    is imported after us, has put its own there."""
-
-    @functools.wraps(method)
-    def call(self, *args, **kwargs):
-        nnx.register_variable_name("quant_stats", QuantStat, overwrite=True)
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _named(module: nnx.Module) -> contextlib.AbstractContextManager:
-    """Opens a scope with the module's name, as Linen does, so that the names of JAX's
-    equations have it: profiles and `mt.prove` show it."""
-    name = _below(running.current_path(), path_of(module))
-    return jax.named_scope(name) if name else contextlib.nullcontext()
-
-
-@functools.lru_cache(maxsize=65536)
-def _below(outer: str, path: str) -> str:
-    return path.removeprefix(outer).strip("/")
-
-
-def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        if running.is_active(provider):
-            with running.entered(self):
-                return original(self, *args, **kwargs)
-        handlers = provider.handlers()
-        with intercept.active(provider, handlers, self), running.entered(self):
-            provider.begin_call(self)
-            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            with nn.intercept_methods(_enter_linen):  # there may be bridges to Linen
-                out = original(model, *args, **kwargs)
-            return provider.process_model_output(name, out)
-
-    return method

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-from midtread.model import intercept, running
+from midtread.model import intercept, origins, running
 from midtread.model.provider import QuantizationProvider
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
@@ -146,7 +146,7 @@ def _weights(params: Any) -> dict[str, Any]:
         if not hasattr(leaf, "shape") or is_quantized(leaf):
             continue
         weights[name] = leaf
-        for depth, inner in enumerate(intercept.ancestors(leaf)):
+        for depth, inner in enumerate(origins.ancestors(leaf)):
             weights[f"{name}~{depth}"] = inner
         if len(leaf.shape) > 2:
             weights[f"{name}[i]"] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -1,7 +1,13 @@
-"""Guards: an optimizer over codes is refused when it is made, with what to write.
+"""Guards: a derivative or an optimizer that cannot be is refused, with what to write instead.
 
-Codes are not trained. JAX refuses their gradient as that of integers, but nnx.Optimizer
-makes its states first, of the codes' shapes and in their dtypes, so it is asked here.
+Codes are not trained, and a quantized matmul has no forward-mode derivative. JAX refuses both
+in words about integers and custom_vjp, of which the user wrote none; nnx.Optimizer does not
+refuse codes at all, and makes states of their shapes in their dtypes. The functions here stand
+before those of JAX and Flax, and speak of quantized models where one is meant:
+
+    nnx.Optimizer(model)    with codes among what it would train: by `install`
+    jax.grad                of codes: `refuse_gradient_of_codes`, by model/intercept.py
+    jax.jvp, jax.jacfwd     of a quantized matmul: `refuse_forward_mode`, by the same
 """
 
 import functools
@@ -12,6 +18,7 @@ import jax
 from flax import nnx
 
 from midtread.model.boxes import WithAux
+from midtread.ops import training
 
 _installed: list[bool] = []
 
@@ -20,10 +27,10 @@ def install() -> None:
     """Has nnx.Optimizer look for codes among what it is given, from the first call on."""
     if not _installed:
         _installed.append(True)
-        nnx.Optimizer.__init__ = _refuse_codes(nnx.Optimizer.__init__)
+        nnx.Optimizer.__init__ = _refuse_to_train_codes(nnx.Optimizer.__init__)
 
 
-def _refuse_codes(original: Callable) -> Callable:
+def _refuse_to_train_codes(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, model, *args, **kwargs):
         original(self, model, *args, **kwargs)
@@ -46,3 +53,25 @@ def _refuse_codes(original: Callable) -> Callable:
 
 def _variables(tree: Any) -> list[nnx.Variable]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def refuse_forward_mode(original: Callable, *args, **kwargs):
+    """Stands before the function with which JAX refuses the forward mode of a custom_vjp."""
+    source = getattr(kwargs.get("bwd"), "debug_info", None)
+    if source is not None and training.__file__ in source.func_src_info:
+        raise TypeError(training.NO_FORWARD_MODE)
+    return original(*args, **kwargs)
+
+
+def refuse_gradient_of_codes(original: Callable, *args, **kwargs):
+    """Stands before the function with which JAX refuses the gradient of integers."""
+    try:
+        return original(*args, **kwargs)
+    except TypeError as error:
+        if getattr(args[-1], "itemsize", 2) > 1:
+            raise
+        raise TypeError(
+            f"{error} If these are the codes of a quantized model, they have no gradient: "
+            "take that of its adapters alone (nnx.DiffState(0, nnx.LoRAParam)), or train "
+            "the float model under a QtProvider."
+        ) from None

@@ -1,22 +1,26 @@
-"""Interception: calls to JAX's contractions reach the active provider.
+"""Interception: calls of JAX's functions reach the active provider.
 
 JAX's functions are changed once, on first use, and for good: each asks whether this
 thread is running a quantized model, and if not does what it always did. A plain function
 gets new code, so that every alias of it is caught (nnx.Linear keeps one). Functions that
 JAX wraps in jit (jnp.dot, jnp.matmul, ...) are replaced in their module by one that, while
 a model runs, calls what they wrap: then lax.dot_general sees the caller's own arrays.
-Which functions these are is the table in caught.py.
 
     active(provider, ...)    inside, a provider's handlers apply on this thread (running.py)
     dispatch(name, ...)      what each of JAX's functions now calls
     watch(path)              catches the function at a dotted path as well
-    ancestors(x)             the arrays that an array was cast or reshaped from
+    unwrap(x), made_by(x)    read tracers: the value inside, and the equation that made it
+
+Which functions these are is the table in caught.py; spellings.py turns the other names of a
+matmul into dot_general, eager.py notes what is done to arrays outside of a trace, guards.py
+answers where JAX refuses a derivative. All that has to reach into JAX (the classes of arrays,
+the fields of tracers, functions that it does not export) is done in this file alone, so that
+a new JAX breaks one file; tests/model/test_intercept.py and test_guards.py say so when it does.
 """
 
 import contextlib
 import functools
 import inspect
-import operator
 import sys
 import threading
 import types
@@ -25,20 +29,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax import lax
 from jax.experimental import pallas as pl
 
-from midtread.model import running
+from midtread.model import running, spellings
 from midtread.model.caught import (
     BEHIND_JIT,
     CAST,
-    COPIES,
     JITTED,
     OPS,
     RULE,
-    VIEWS,
     of_kind,
 )
 from midtread.numerics.dtypes import is_wide
@@ -51,7 +52,6 @@ _PROMOTIONS = {"promote_dtype": list, "promote_dtype_nnx": tuple}  # what they r
 # The functions inside those jits are caught too, because somebody may have imported the jitted
 # function before it was replaced: then boxes among its arguments are seen here.
 _INSIDE_JIT = {f"jnp.{name}": name for name in JITTED if OPS[name].numbers}
-_RESHAPES = ("reshape", "ravel")  # a box goes through these, as through COPIES
 
 _originals: dict[str, Callable] = {}
 _install_lock = threading.Lock()
@@ -85,22 +85,27 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
     if not here.active or here.engine or here.closed:
         return _originals[name](*args, **kwargs)
     if name in ("lax_dot", "tensordot") and running.any_enabled():
-        spelled = _as_dot_general(name, *args, **kwargs)
+        spelled = spellings.as_dot_general(name, *args, **kwargs)
         if spelled is not None:
             with running.late(name == "lax_dot"):
                 return dispatch("dot_general", *spelled)
-    if name in _INSIDE_JIT and any(map(_is_boxed, args)) and running.any_enabled():
-        return _product_of_boxes(_INSIDE_JIT[name], args, kwargs)
+    if name in _INSIDE_JIT and any(map(is_boxed, args)) and running.any_enabled():
+        return spellings.multiply_boxes(_INSIDE_JIT[name], args, kwargs)
     if name in here.names:
         out = running.offer(name, *args, **kwargs)
         if out is not NotImplemented:
             return out
-    if name not in _CASTS:
-        return _originals[name](*args, **kwargs)
+    if name in _CASTS:
+        return _cast(name, args, kwargs)
+    return _originals[name](*args, **kwargs)
+
+
+def _cast(name: str, args: tuple, kwargs: dict) -> Any:
+    """Casts as JAX's or Flax's function `name` does, and notes what was cast."""
     # jnp.asarray may be given its array by name.
     sources = args[0] if name == "promote_dtype_nnx" else args or (kwargs.get("a"),)
-    if any(map(_is_boxed, sources)):
-        return _noted(_originals[name](*args, **kwargs), sources)
+    if any(map(is_boxed, sources)):
+        return noted(_originals[name](*args, **kwargs), sources)
     if name in _PROMOTIONS and share_a_dtype(sources, **kwargs):
         return _PROMOTIONS[name](sources)
     here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
@@ -108,7 +113,7 @@ def dispatch(name: str, args: tuple, kwargs: dict) -> Any:
         out = _originals[name](*args, **kwargs)
     finally:
         here.closed -= 1
-    return _noted(out, sources)
+    return noted(out, sources)
 
 
 def share_a_dtype(arrays: Sequence[Any], dtype: Any = None, **options: Any) -> bool:
@@ -126,41 +131,9 @@ def share_a_dtype(arrays: Sequence[Any], dtype: Any = None, **options: Any) -> b
     return not options and wanted is not None and is_wide(wanted)
 
 
-def _product_of_boxes(name: str, args: tuple, kwargs: dict) -> Any:
-    """Multiplies boxes, which the function of JAX's called `name` would refuse."""
-    spelled = _as_dot_general(name, *args, **kwargs)
-    if spelled is None:
-        return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
-    return dispatch("dot_general", *spelled)
-
-
-def _is_boxed(x: Any) -> bool:
+def is_boxed(x: Any) -> bool:
+    """Whether `x` is a quantized array, or a parameter that holds one."""
     return isinstance(x, QArray) or getattr(type(x), "is_boxed", False)
-
-
-def _as_dot_general(name: str, a: Any, b: Any, *rest, **options):
-    """Translates a call to lax.dot_general's arguments, or returns None to leave it to JAX."""
-    if name == "tensordot":
-        numbers = _tensordot_numbers(a, b, *rest, axes=options.pop("axes", None))
-        return None if numbers is None else ((a, b, numbers), options)
-    if name == "matmul" and b.ndim > 2:
-        return None
-    if name == "lax_dot" and options.pop("dimension_numbers", None) is not None:
-        return None
-    if a.ndim == 0 or b.ndim == 0 or rest:
-        return None
-    numbers = OPS[name].numbers
-    assert numbers is not None  # only tensordot has none, and it returned above
-    return (a, b, numbers(a.ndim, b.ndim)), options
-
-
-def _tensordot_numbers(a, b, *rest, axes):
-    axes = rest[0] if rest else 2 if axes is None else axes
-    if isinstance(axes, int):
-        lhs, rhs = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
-    else:
-        lhs, rhs = ((x,) if isinstance(x, int) else tuple(x) for x in axes)
-    return (tuple(i % a.ndim for i in lhs), tuple(i % b.ndim for i in rhs)), ((), ())
 
 
 # --- installing -------------------------------------------------------------------------------
@@ -170,6 +143,8 @@ def install() -> None:
     """Changes JAX's functions, once."""
     if _originals:
         return
+    from midtread.model import eager  # which reads tracers with what is below
+
     with _install_lock:
         if _originals:
             return
@@ -179,7 +154,10 @@ def install() -> None:
             originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
-        _catch_operators()
+        concrete, tracers = array_classes()
+        eager.install(concrete)
+        _catch_operators(concrete)
+        _catch_operators(tracers)
         pl.pallas_call = _opaque(pl.pallas_call)
         if hasattr(pl, "kernel"):
             pl.kernel = _opaque(pl.kernel)
@@ -249,35 +227,44 @@ def _dispatching(name: str, fn: Any) -> Callable:
     def wrapper(*args, **kwargs):
         return dispatch(name, args, kwargs)
 
-    return _with_methods_of(fn, wrapper)
-
-
-def _copied(fn: types.FunctionType) -> types.FunctionType:
-    """Returns a function that does what `fn` does, whatever becomes of that one's code."""
-    copy = types.FunctionType(
-        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
+    return with_methods_of(fn, wrapper)
 
 
 def _swap_code(name: str, fn: Any) -> Callable:
-    """Gives a plain function code that dispatches, and returns a function with the old code.
-    The new code leaves at once where there is nothing to dispatch: it runs for every call."""
-    original = _copied(fn)
-    source = (
-        f"def {fn.__name__}(*args, _midtread, **kwargs):\n"
-        f"    here, dispatch, original = _midtread\n"
-        f"    if here.active and not here.engine and not here.closed:\n"
-        f"        return dispatch({name!r}, args, kwargs)\n"
-        f"    return original(*args, **kwargs)\n"
+    """Gives a plain function code that dispatches, and returns a function with the old code."""
+    return _give_code(fn, _dispatching_code.__code__, here, dispatch, name)
+
+
+def _give_code(fn: Any, code: types.CodeType, *helpers: Any) -> Callable:
+    """Gives a plain function other code, and returns a function with the old code. The new
+    code runs with the globals of JAX's module, so that it is handed what it needs (helpers and
+    the old function) as an argument that has a default."""
+    original = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
-    scope: dict[str, Any] = {}
-    exec(compile(source, f"<midtread: jax {name}>", "exec"), scope)  # noqa: S102
+    original.__kwdefaults__ = fn.__kwdefaults__
     fn.__signature__ = inspect.signature(fn)
-    fn.__code__ = scope[fn.__name__].__code__
-    fn.__defaults__, fn.__kwdefaults__ = None, {"_midtread": (here, dispatch, original)}
+    name = fn.__name__  # as a traceback shows it
+    fn.__code__ = code.replace(
+        co_name=name, co_qualname=name, co_filename=f"<midtread: jax {name}>"
+    )
+    fn.__defaults__, fn.__kwdefaults__ = None, {"_midtread": (*helpers, original)}
     return original
+
+
+def _dispatching_code(*args, _midtread, **kwargs):
+    """The code of functions that dispatch. It leaves at once where there is nothing to
+    dispatch, because it runs for every call."""
+    here, dispatch, name, original = _midtread
+    if here.active and not here.engine and not here.closed:
+        return dispatch(name, args, kwargs)
+    return original(*args, **kwargs)
+
+
+def _guarded_code(*args, _midtread, **kwargs):
+    """The code of functions that guards.py answers for."""
+    guard, original = _midtread
+    return guard(original, *args, **kwargs)
 
 
 def _without_jit(jitted: Any) -> Callable:
@@ -287,14 +274,14 @@ def _without_jit(jitted: Any) -> Callable:
     def wrapper(*args, **kwargs):
         if not running.any_enabled():
             return jitted(*args, **kwargs)
-        if OPS[name].numbers and any(map(_is_boxed, args)):
-            return _product_of_boxes(name, args, kwargs)
+        if OPS[name].numbers and any(map(is_boxed, args)):
+            return spellings.multiply_boxes(name, args, kwargs)
         return jitted.__wrapped__(*args, **kwargs)
 
-    return _with_methods_of(jitted, wrapper)
+    return with_methods_of(jitted, wrapper)
 
 
-def _with_methods_of(fn: Any, wrapper: Callable) -> Callable:
+def with_methods_of(fn: Any, wrapper: Callable) -> Callable:
     """Gives `wrapper` what `fn` has beyond a plain function: lower, trace, eval_shape ..."""
     for name in set(dir(fn)) - set(dir(wrapper)):
         if not name.startswith("__"):
@@ -309,156 +296,33 @@ def array_classes() -> tuple[type, type]:
     return ArrayImpl, jax.core.Tracer
 
 
-def _catch_operators() -> None:
-    """Replaces the operators and methods of arrays and tracers, because `x @ w` does not look
-    up jnp.matmul."""
-    for cls in array_classes():
-        for name in ("__matmul__", "__rmatmul__"):
-            setattr(cls, name, _operator(name, getattr(cls, name)))
-        cls.dot = _dot_method
-        cls.__getitem__ = _indexing(cls.__getitem__)
-
-    concrete, _ = array_classes()
-    # A trace records these calls. For concrete arrays only we do.
-    for name in ("astype", "reshape"):
-        setattr(concrete, name, _noting(getattr(concrete, name)))
-    for name in ("transpose", "swapaxes"):
-        setattr(
-            concrete, name, _noting(getattr(concrete, name), getattr(np.ndarray, name))
-        )
-    for name in ("transpose", "swapaxes", "moveaxis"):
-        setattr(jnp, name, _noting(getattr(jnp, name), getattr(np, name)))
-    for library, name, turn in (
-        (jnp, "permute_dims", np.transpose),
-        (jnp, "matrix_transpose", lambda a: np.swapaxes(a, -1, -2)),
-        (lax, "transpose", np.transpose),
-        (jnp, "reshape", None),
-        (jnp, "ravel", None),
-        (lax, "reshape", None),
-        *((library, name, None) for library, name in COPIES),
-    ):
-        setattr(library, name, _noting(getattr(library, name), turn))
-    concrete.__neg__ = _viewing(concrete.__neg__, operator.neg)
-    concrete.squeeze = _viewing(concrete.squeeze, jnp.squeeze)
-    concrete.__iter__ = _iterating(concrete.__iter__)
-    for library, names in VIEWS.items():
-        for name in names.split():
-            if hasattr(library, name):
-                setattr(library, name, _viewing(getattr(library, name)))
-    for name in ("T", "mT"):
-        turn = operator.attrgetter(name)
-        setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
+def _catch_operators(cls: type) -> None:
+    """Replaces the operators and methods of a class of arrays that multiply or look up rows:
+    `x @ w` does not look up jnp.matmul."""
+    for name in ("__matmul__", "__rmatmul__"):
+        setattr(cls, name, _operator(name, getattr(cls, name)))
+    cls.dot = _dot_method
+    cls.__getitem__ = _indexing(cls.__getitem__)
 
 
 def _catch_refusals() -> None:
-    """Gives JAX's words about derivatives that do not exist ours where they are about
-    quantized matmuls or codes. No function of ours runs by then: forward mode behind a jit
-    is refused when the traced program is lowered, and jax.grad looks at its arguments
-    first. Both functions are private; others hold them, so their code is changed. A JAX
-    that has none of the name keeps its own words: tests/model/test_guards.py says so."""
+    """Lets guards.py answer for the functions with which JAX refuses a derivative. No function
+    of ours runs by then: forward mode behind a jit is refused when the traced program is
+    lowered, and jax.grad looks at its arguments first. Both functions are private; others hold
+    them, so their code is changed. A JAX that has none of the name keeps its own words:
+    tests/model/test_guards.py says so."""
     from jax._src import api
     from jax._src.interpreters import ad
 
-    for module, name, ours in (
-        (ad, "raise_custom_vjp_error_on_jvp", _refuse_forward_mode),
-        (api, "_check_input_dtype_revderiv", _refuse_codes),
+    from midtread.model import guards
+
+    for module, name, guard in (
+        (ad, "raise_custom_vjp_error_on_jvp", guards.refuse_forward_mode),
+        (api, "_check_input_dtype_revderiv", guards.refuse_gradient_of_codes),
     ):
         fn = getattr(module, name, None)
-        if not isinstance(fn, types.FunctionType) or fn.__closure__:
-            continue
-        _originals[ours.__name__] = _copied(fn)
-        fn.__code__, fn.__defaults__, fn.__kwdefaults__ = ours.__code__, None, None
-
-
-# The code of these two runs with the globals of JAX's modules.
-
-
-def _refuse_forward_mode(*args, **kwargs):
-    from midtread.model.intercept import _originals
-    from midtread.ops import training
-
-    source = getattr(kwargs.get("bwd"), "debug_info", None)
-    if source is not None and training.__file__ in source.func_src_info:
-        raise TypeError(training.NO_FORWARD_MODE)
-    return _originals["_refuse_forward_mode"](*args, **kwargs)
-
-
-def _refuse_codes(*args, **kwargs):
-    from midtread.model.intercept import _originals
-
-    try:
-        return _originals["_refuse_codes"](*args, **kwargs)
-    except TypeError as error:
-        if getattr(args[-1], "itemsize", 2) > 1:
-            raise
-        raise TypeError(
-            f"{error} If these are the codes of a quantized model, they have no gradient: "
-            "take that of its adapters alone (nnx.DiffState(0, nnx.LoRAParam)), or train "
-            "the float model under a QtProvider."
-        ) from None
-
-
-def _noting(original: Callable, turn: Callable | None = None) -> Callable:
-    """Makes `original` note what its result was made from; `turn` is NumPy's version of it."""
-
-    @functools.wraps(original)
-    def wrapper(a, *args, **kwargs):
-        if _is_boxed(a):
-            return _box_moved(original.__name__, turn, a, *args, **kwargs)
-        out = original(a, *args, **kwargs)
-        if not here.active or here.engine or isinstance(out, jax.core.Tracer):
-            return out
-        axes = None if turn is None else _axes_of(turn, a.ndim, args, kwargs)
-        return _noted(out, (a,), axes)
-
-    return wrapper
-
-
-def _viewing(original: Callable, view: Callable | None = None) -> Callable:
-    """`original`, one of VIEWS; what it makes of a parameter outside of a trace is noted.
-    `view` does the same to a tracer, where `original` is a method of concrete arrays."""
-
-    @functools.wraps(original)
-    def wrapper(a, *args, **kwargs):
-        if not here.active or here.engine:
-            return original(a, *args, **kwargs)
-        a = a.__jax_array__() if getattr(type(a), "is_boxed", False) else a
-        out = original(a, *args, **kwargs)
-        return _noted_view(view or original, out, a, args, kwargs)
-
-    return _with_methods_of(original, wrapper)
-
-
-def _noted_view(view: Callable, out: Any, a: Any, args: tuple, kwargs: dict) -> Any:
-    """Remembers of parts of a parameter how they were taken, as jit would."""
-    if id(a) in here.casts and not isinstance(a, jax.core.Tracer):
-        with running.disabled():
-            made = {"jaxpr": jax.make_jaxpr(lambda a: view(a, *args, **kwargs))(a)}
-        for index, part in enumerate(jax.tree.leaves(out)):
-            remember(part, Made("jit", made, [a], index))
-    return out
-
-
-def _box_moved(name: str, turn: Callable | None, box: Any, *args, **kwargs) -> Any:
-    """Does to a box what jnp.transpose and the like do: it rearranges the same codes."""
-    if turn is not None:
-        return box.transpose(_axes_of(turn, box.ndim, args, kwargs))
-    if name in ("astype", "convert_element_type"):
-        dtype = args[0] if args else kwargs.get("dtype", kwargs.get("new_dtype"))
-        return box.astype(dtype)
-    if name == "array":
-        dtype = args[0] if args else kwargs.get("dtype")
-        return box if dtype is None else box.astype(dtype)
-    if name in _RESHAPES:
-        like_it = np.broadcast_to(0, box.shape)
-        return box.reshape(getattr(np, name)(like_it, *args, *kwargs.values()).shape)
-    return box
-
-
-def _axes_of(turn: Callable, ndim: int, args: tuple, kwargs: dict) -> tuple[int, ...]:
-    """Returns the order in which `turn` puts the axes of a NumPy array."""
-    marked = np.broadcast_to(0, range(2, 2 + ndim))  # axis i has extent i + 2
-    return tuple(n - 2 for n in turn(marked, *args, **kwargs).shape)
+        if isinstance(fn, types.FunctionType) and not fn.__closure__:
+            _give_code(fn, _guarded_code.__code__, guard)
 
 
 def _operator(name: str, original: Callable) -> Callable:
@@ -482,16 +346,11 @@ def _indexing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self, index):
-        if not here.active or here.engine:
-            return original(self, index)
-        if running.any_enabled():
-            ids = row_indices(index)
-            rows = (
-                NotImplemented if ids is None else running.offer("getitem", self, ids)
-            )
+        if running.any_enabled() and (ids := row_indices(index)) is not None:
+            rows = running.offer("getitem", self, ids)
             if rows is not NotImplemented:
                 return rows
-        return _noted_view(operator.getitem, original(self, index), self, (index,), {})
+        return original(self, index)
 
     return wrapper
 
@@ -502,18 +361,6 @@ def row_indices(index: Any) -> Any:
         (index,) = index
     is_ids = hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)
     return index if is_ids and index.ndim else None
-
-
-def _iterating(original: Callable) -> Callable:
-    """`a, b = stack`: each of them an index, while a model runs."""
-
-    @functools.wraps(original)
-    def wrapper(self):
-        if id(self) in here.casts and self.ndim:
-            return (self[i] for i in range(len(self)))
-        return original(self)
-
-    return wrapper
 
 
 def _opaque(make: Callable) -> Callable:
@@ -528,102 +375,7 @@ def _opaque(make: Callable) -> Callable:
     return wrapper
 
 
-# --- where an array comes from ----------------------------------------------------------------
-
-
-def ancestors(x: Any) -> Iterator[Any]:
-    """Yields `x`, and what it was made from by functions of one argument (casts, reshapes,
-    transposes, sharding constraints)."""
-    return (array for array, _ in turned_ancestors(x))
-
-
-def turned_ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-    """(ancestor, axes): axis i of `x` is axis axes[i] of what the layer reshaped the
-    ancestor to, if it did; None where transposes and reshapes mix."""
-    axes, is_reshaped = tuple(range(getattr(x, "ndim", 0))), False
-    while x is not None:
-        x = unwrap(x)
-        yield x, axes
-        made = made_by(x)
-        turns = None if made is None else _turns(made.primitive, made.params)
-        if made is None or turns is None or len(made.operands) != 1:
-            return
-        child, (x,) = x, made.operands
-        if np.size(x) != child.size:
-            return
-        permutation = functools.reduce(lambda p, q: [p[a] for a in q], turns or [None])
-        if permutation is not None:
-            if axes is not None:
-                axes = None if is_reshaped else tuple(permutation[a] for a in axes)
-        elif getattr(x, "shape", None) != child.shape:
-            is_reshaped = True
-
-
-class Made(NamedTuple):
-    """The equation that made an array."""
-
-    primitive: str
-    params: dict[str, Any]
-    operands: list[Any]
-    index: int = 0  # which of its results the array is
-
-
-def made_by(x: Any) -> Made | None:
-    """The equation that made an array, where somebody recorded it: jit, or we. Private: a
-    tracer's `parent` is how jit records its equations, `primal` and `val` are what grad and
-    vmap wrap."""
-    parent = x.parent if _has(type(x), "parent") else None
-    if parent is not None:
-        index = next((i for i, v in enumerate(parent.outvars) if v is x.val), 0)
-        operands = list(parent.in_tracers)
-        return Made(parent.primitive.name, parent.params, operands, index)
-    recipe = x.recipe if _has(type(x), "recipe") else None  # of nn.scan's first trace
-    if hasattr(recipe, "in_tracers"):
-        results = [result() for result in recipe.out_tracer_refs]
-        index = next((i for i, result in enumerate(results) if result is x), 0)
-        return Made(
-            recipe.primitive.name, recipe.params, list(recipe.in_tracers), index
-        )
-    if _has(type(x), "get_const"):
-        const = x.get_const()
-        return None if const is None or const is x else Made("copy", {}, [const])
-    return here.casts.get(id(x), (None, None))[1]
-
-
-# Primitives whose result is their operand: cast, reshaped, or laid out otherwise.
-MOVES = (
-    "convert_element_type", "reshape", "copy", "name", "stop_gradient",
-    "optimization_barrier", "sharding_constraint", "device_put",
-    "reshard", "mesh_cast", "pvary", "pcast",
-)  # fmt: skip
-
-
-def _turns(primitive: str, params: dict[str, Any]) -> list | None:
-    """Returns the permutations that an equation applies to its one operand, or None if it
-    computes something instead of moving it."""
-    if primitive == "transpose":
-        return [params["permutation"]]
-    if primitive == "convert_element_type" and not is_wide(params["new_dtype"]):
-        return None  # it rounds: what comes of it is a function of the operand
-    if primitive in ("jit", "pjit"):
-        jaxpr = params["jaxpr"].jaxpr
-        if len(jaxpr.outvars) != 1:
-            return None
-        inner = [
-            _turns(e.primitive.name, e.params) if len(e.invars) == 1 else None
-            for e in jaxpr.eqns
-        ]
-        known = [turns for turns in inner if turns is not None]
-        return (
-            [t for turns in known for t in turns] if len(known) == len(inner) else None
-        )
-    return [] if primitive in MOVES else None
-
-
-@functools.cache
-def _has(kind: type, name: str) -> bool:
-    """Whether a class has an attribute. To ask each of its tracers would take longer."""
-    return hasattr(kind, name)
+# --- reading tracers --------------------------------------------------------------------------
 
 
 def unwrap(x: Any) -> Any:
@@ -634,7 +386,7 @@ def unwrap(x: Any) -> Any:
 
 
 def mapped(x: Any) -> Iterator[Any]:
-    """The tracers of vmap among what wraps a value, the outermost first."""
+    """Yields the tracers of vmap among what wraps a value, the outermost first."""
     while (wrapped := _wrapped_in(type(x))) is not None:
         if wrapped == "val" and x.batch_dim is not None:
             yield x
@@ -657,25 +409,62 @@ def trace_of(x: Any) -> Any:
     return getattr(unwrap(x), "_trace", None)
 
 
-def _noted(out: Any, args: tuple, axes: tuple[int, ...] | None = None) -> Any:
-    """Remembers which array a cast or transpose was made from, for this call of the model."""
+class Equation(NamedTuple):
+    """The equation that made an array."""
+
+    primitive: str
+    params: dict[str, Any]
+    operands: list[Any]
+    index: int = 0  # which of its results the array is
+
+
+def made_by(x: Any) -> Equation | None:
+    """Returns the equation that made an array, if jit recorded it or `remember` did. How jit
+    records its equations is private: a tracer has its equation as `parent`, one of nn.scan's
+    first trace as `recipe`."""
+    parent = x.parent if _has(type(x), "parent") else None
+    if parent is not None:
+        index = next((i for i, v in enumerate(parent.outvars) if v is x.val), 0)
+        operands = list(parent.in_tracers)
+        return Equation(parent.primitive.name, parent.params, operands, index)
+    recipe = x.recipe if _has(type(x), "recipe") else None
+    if hasattr(recipe, "in_tracers"):
+        results = [result() for result in recipe.out_tracer_refs]
+        index = next((i for i, result in enumerate(results) if result is x), 0)
+        operands = list(recipe.in_tracers)
+        return Equation(recipe.primitive.name, recipe.params, operands, index)
+    if _has(type(x), "get_const"):
+        const = x.get_const()
+        return None if const is None or const is x else Equation("copy", {}, [const])
+    return here.casts.get(id(x), (None, None))[1]
+
+
+@functools.cache
+def _has(kind: type, name: str) -> bool:
+    """Whether a class has an attribute. To ask each of its tracers would take longer."""
+    return hasattr(kind, name)
+
+
+def remember(x: Any, equation: Equation | None = None) -> None:
+    """Notes the equation that made an array, until the model has run. A parameter is noted
+    with None, so that what is made of it is noted as well (eager.py)."""
+    x = unwrap(x)
+    if equation is None or equation.operands[0] is not x:
+        here.casts[id(x)] = (x, equation)
+
+
+def noted(out: Any, args: Sequence[Any], axes: tuple[int, ...] | None = None) -> Any:
+    """Remembers which array a cast, a reshape or (by `axes`) a transpose was made from, or of
+    several results each with its argument, and returns `out`."""
     is_one = not isinstance(out, list | tuple)
-    for cast, source in [(out, args[0])] if is_one else zip(out, args):
-        if cast is source or not hasattr(cast, "dtype"):
+    for result, source in [(out, args[0])] if is_one else zip(out, args):
+        if result is source or not hasattr(result, "dtype"):
             continue
         if axes is not None:
-            made = "transpose", {"permutation": axes}
-        elif getattr(source, "shape", None) == cast.shape:
-            made = "convert_element_type", {"new_dtype": cast.dtype}
+            primitive, params = "transpose", {"permutation": axes}
+        elif getattr(source, "shape", None) == result.shape:
+            primitive, params = "convert_element_type", {"new_dtype": result.dtype}
         else:
-            made = "reshape", {}
-        remember(cast, Made(*made, [unwrap(source)]))
+            primitive, params = "reshape", {}
+        remember(result, Equation(primitive, params, [unwrap(source)]))
     return out
-
-
-def remember(x: Any, made: Made | None = None) -> None:
-    """Notes what made an array, while a model runs; None of a parameter: what is made of
-    one is noted as well."""
-    x = unwrap(x)
-    if made is None or made.operands[0] is not x:
-        here.casts[id(x)] = (x, made)

@@ -23,8 +23,8 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from midtread.model import intercept
-from midtread.model.intercept import Made
+from midtread.model import intercept, origins
+from midtread.model.intercept import Equation
 from midtread.numerics import views
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
@@ -76,14 +76,14 @@ def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
     None where the moves are of that axis too."""
     if not list(intercept.mapped(param)):
         return moves
-    if not all(move.name in (*intercept.MOVES, "vmap") for move in moves):
+    if not all(move.name in (*origins.MOVES, "vmap") for move in moves):
         return None
     if param.shape == x.shape:
         return []
     return [Move("reshape", {}, 0, tuple(param.shape), tuple(x.shape))]
 
 
-def _moves(equation: Made, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
+def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
     """(the moves of an equation, what it moves); None of one that computes something."""
     if equation.primitive in ("jit", "pjit"):
         return _moves_inside(equation)
@@ -105,7 +105,7 @@ def _moves(equation: Made, after: tuple[int, ...]) -> tuple[list[Move], Any] | N
     return [move], operand
 
 
-def _moves_inside(call: Made) -> tuple[list[Move], Any] | None:
+def _moves_inside(call: Equation) -> tuple[list[Move], Any] | None:
     """The moves of a jitted function, from its result back to the argument it moves."""
     closed, moves = call.params["jaxpr"], []
     jaxpr = closed.jaxpr
@@ -114,7 +114,7 @@ def _moves_inside(call: Made) -> tuple[list[Move], Any] | None:
         index = next((i for i, v in enumerate(eqn.outvars) if v is var), None)
         if index is None:
             continue
-        inner = Made(eqn.primitive.name, eqn.params, list(eqn.invars), index)
+        inner = Equation(eqn.primitive.name, eqn.params, list(eqn.invars), index)
         step = _moves(inner, tuple(var.aval.shape))
         if step is None:
             return None
@@ -177,7 +177,7 @@ def stored(
 
 def _regroups(move: Move) -> bool:
     """A cast or a reshape: what stands before all else, the parameter is stored after."""
-    return move.name in intercept.MOVES
+    return move.name in origins.MOVES
 
 
 def _tile(tile: Any, axis: Axis, extent: int) -> Any:
@@ -398,7 +398,7 @@ class Act(NamedTuple):
 
 
 ACTS = {
-    **dict.fromkeys(intercept.MOVES, Act(_cast_axes, _cast)),
+    **dict.fromkeys(origins.MOVES, Act(_cast_axes, _cast)),
     "reshape": Act(_reshaped_axes, _reshaped),
     "transpose": Act(_turned_axes, _turned),
     "squeeze": Act(_squeezed_axes, _squeezed),

@@ -14,7 +14,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import donation, flaxlib, guards
+from midtread.model import adopt, donation, guards
 from midtread.model.provider import QuantizationProvider
 
 
@@ -79,7 +79,7 @@ def quantize_model(
                 "donate is for NNX models. A Linen model holds no parameters: drop each "
                 "part of the float tree after quantize_params has turned it."
             )
-        return flaxlib.adopt_linen(model, provider, methods)
+        return adopt.adopt_linen(model, provider, methods)
     if isinstance(model, nnx.Module):
         if not model_inputs and not model_inputs_kwargs:
             raise ValueError(
@@ -118,7 +118,7 @@ def _quantize_nnx(model, provider, method, inputs, kwargs):
     if rngs is not None and "rngs" in call.parameters and "rngs" not in by_position:
         kwargs["rngs"] = rngs
     skip = kwargs.pop("skip_nnx_init", False)
-    model = flaxlib.adopt_nnx(model, provider, method)
+    model = adopt.adopt_nnx(model, provider, method)
     if not skip:
         provider.prepare_nnx(model, method, inputs, kwargs, rngs)
     return model

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from midtread.model import flaxlib, intercept, running
+from midtread.model import flaxlib, intercept, origins, running
 from midtread.model.moves import Move, trail
 from midtread.numerics.qarray import is_float
 
@@ -37,7 +37,7 @@ def find_param(module: Any, x: Any) -> str | None:
         return None
     by_id = {id(array): name for name, array in arrays.items()}
     last = x
-    for last in intercept.ancestors(flaxlib.unbox(x)):
+    for last in origins.ancestors(flaxlib.unbox(x)):
         name = by_id.get(id(last))
         if name is not None and hasattr(params[name], "shape"):
             return name
@@ -163,7 +163,7 @@ def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
     """Returns axes, for an operand that is the parameter `name`: the operand's axis i is the
     parameter's axes[i]. None means that this is not known (a reshape of a transpose)."""
     param = intercept.unwrap(flaxlib.params_of(module)[name])
-    for ancestor, axes in intercept.turned_ancestors(flaxlib.unbox(x)):
+    for ancestor, axes in origins.turned_ancestors(flaxlib.unbox(x)):
         if ancestor is param:
             return axes
     return tuple(range(x.ndim))  # it was taken for the parameter because of its shape

@@ -9,6 +9,7 @@ variables.py       quantize_variables: a Linen model and its variables in one ca
 params.py          quantize_params: float parameters for a model under PtqProvider
 prequantized.py    parameters that were quantized elsewhere
 lora.py            LoraProvider: adapters beside frozen weights, quantized or not
+  lora_factors.py    how the two matrices of an adapter share out a weight's axes
 adapters.py        adapters as a tree: take out, put in, merge, save, load
 inject.py          quantized ops that are passed to layers by name, without interception
 litert.py          OdmlQatProvider: trains a model as its LiteRT file will compute it

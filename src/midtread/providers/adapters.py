@@ -21,12 +21,13 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import flaxlib
+from midtread.model import adopt, flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.rules import QuantizationRule, field_names
 from midtread.model.weights import ADAPTERS
 from midtread.numerics.qarray import dequantize
-from midtread.providers.lora import Factors, LoraProvider, as_lora_variable, join
+from midtread.providers.lora import LoraProvider, as_lora_variable, join
+from midtread.providers.lora_factors import Factors
 from midtread.providers.params import quantize_like
 from midtread.providers.ptq import PtqProvider
 
@@ -165,7 +166,7 @@ def unmerge_lora(tree: Any, adapters: Any, provider: LoraProvider) -> Any:
         changes[path] = _plus(box, -delta, False)
     out = with_lora(_changed(tree, changes), adapters)
     if isinstance(out, nnx.Module):
-        flaxlib.adopt_nnx(out, provider, provider._method)
+        adopt.adopt_nnx(out, provider, provider._method)
         flaxlib.set_on_all(out, **{flaxlib.RNGS: None})
     return out
 
@@ -350,4 +351,4 @@ def _release(model: nnx.Module, provider: LoraProvider) -> None:
             )
             for rule in provider._rules
         ]
-        flaxlib.adopt_nnx(model, PtqProvider(rules), provider._method)
+        adopt.adopt_nnx(model, PtqProvider(rules), provider._method)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from midtread.model import flaxlib, intercept
+from midtread.model import flaxlib, origins
 from midtread.model.boxes import WithAux
 from midtread.model.rules import QuantizationRule, recipe_of
 from midtread.model.running import Call
@@ -54,7 +54,7 @@ class FloatWeights:
             sources = computed_from(call, known, x)
             for _, owner, name in sources:
                 self.note(owner, name, "is computed from")
-            *_, last = intercept.ancestors(flaxlib.unbox(x))
+            *_, last = origins.ancestors(flaxlib.unbox(x))
             if not sources and origin_is_hidden(last, flaxlib.params_of(module)):
                 shape = tuple(x.shape), _num_shards()
                 path = flaxlib.path_of(module)

@@ -4,7 +4,8 @@
 
 W is float, or quantized as PtqProvider does (QLoRA); A and B are float parameters
 `<weight>_lora_a` and `<weight>_lora_b` beside it, in its dtype. They share out the axes of
-W: those it has in common with x go to A, the rest to B, and both get one of extent `rank`.
+W: those it has in common with x go to A, the rest to B, and both get one of extent `rank`
+(lora_factors.py).
 
     einsum  'btd,dnh->btnh'      A  'dr'                 B  'rnh'
     dot_general                  A  [batch.., in, r]     B  [batch.., r, out]
@@ -19,7 +20,7 @@ import math
 import numbers
 import string
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import flax
@@ -30,7 +31,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.model import flaxlib, intercept, running
+from midtread.model import flaxlib, intercept, origins, running
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names, named_fields
@@ -38,6 +39,7 @@ from midtread.model.weights import ADAPTERS, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
+from midtread.providers.lora_factors import Factors
 from midtread.providers.ptq import PtqProvider, _open
 
 HE_UNIFORM = initializers.he_uniform()
@@ -92,64 +94,6 @@ class LoraRule(QuantizationRule):
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
-
-
-@dataclasses.dataclass(frozen=True)
-class Factors:
-    """How A and B share out the axes of a weight. For each axis of A and of B there is a
-    string: the labels of the weight that are flattened into it, or that of the rank."""
-
-    weight: str
-    a: tuple[str, ...]
-    b: tuple[str, ...]
-    extents: Mapping[str, int]
-    scale: float
-    groups: int = 1  # more than 1 for a grouped convolution
-    # Axis i of the operand is axis turn[i] of the weight. () means that they are the same, and
-    # None that this is not known.
-    turn: tuple[int, ...] | None = ()
-
-    def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
-        return tuple(math.prod(self.extents[x] for x in axis) for axis in axes)
-
-    def split(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """Gives each label an axis of its own; axes in front (stacked layers) stay."""
-        stacked = x.shape[: x.ndim - len(axes)]
-        return x.reshape(*stacked, *(self.extents[label] for label in "".join(axes)))
-
-    def origins(self, axes: Sequence[str]) -> tuple[int | None, ...]:
-        """Returns the weight's axis that each of `axes` is sharded like, None for the others."""
-        positions = {label: i for i, label in enumerate(self.weight)}
-        return tuple(positions.get(axis[:1]) for axis in axes)
-
-    @property
-    def parts(self) -> Any:
-        """Which axes of the stored weight A and B have: the same for two uses of it whose
-        corrections are the same function of A and B."""
-        turn = self.turn or range(len(self.weight))
-        stored = dict(zip(self.weight, turn))
-        extents = [self.extents[label] for _, label in sorted(zip(turn, self.weight))]
-        parts = [
-            [[stored.get(x) for x in axis] for axis in axes]
-            for axes in (self.a, self.b)
-        ]
-        return self.turn is None, extents, parts, self.groups
-
-    def seen(self, stored: jax.Array) -> jax.Array:
-        """Arranges an array like the stored weight as this use has it."""
-        turn = self.turn or tuple(range(len(self.weight)))
-        extents = [self.extents[label] for _, label in sorted(zip(turn, self.weight))]
-        return stored.reshape(extents).transpose(turn)
-
-    def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Computes what the adapters add to the weight as it is stored, in float32."""
-        a, b = (
-            self.split(jnp.float32(x), axes) for x, axes in ((a, self.a), (b, self.b))
-        )
-        turn = self.turn or range(len(self.weight))
-        stored = "".join(label for _, label in sorted(zip(turn, self.weight)))
-        product = f"...{''.join(self.a)},...{''.join(self.b)}->...{stored}"
-        return jnp.einsum(product, a, b, precision="highest") * self.scale
 
 
 class LoraProvider(PtqProvider):
@@ -215,8 +159,8 @@ class LoraProvider(PtqProvider):
         batch = tuple(labels[i] for i in rhs_batch)
         summed = "".join(labels[i] for i in rhs_sum)
         rest = "".join(x for x in labels if x not in (*batch, *summed))
-        factors = _factors(
-            match[0], labels, rhs.shape, (*batch, summed, "r"), (*batch, "r", rest), "r"
+        factors = Factors.of(
+            match[0], labels, rhs.shape, (*batch, summed, "r"), (*batch, "r", rest)
         )
         front = tuple(range(len(batch)))
         inner = tuple(range(len(batch), len(batch) + len(summed)))
@@ -256,7 +200,7 @@ class LoraProvider(PtqProvider):
         rank = "r" if "r" in free else free[0]
         shared = tuple(x for x in right if x in left)
         rest = tuple(x for x in right if x not in left)
-        factors = _factors(
+        factors = Factors.of(
             match[0], right, rhs.shape, (*shared, rank), (rank, *rest), rank
         )
         text = f"{left},{''.join(factors.a)},{''.join(factors.b)}->{output}"
@@ -292,11 +236,10 @@ class LoraProvider(PtqProvider):
             )
         out = base(lhs, _frozen(rhs), **options)
         labels = string.ascii_lowercase[: rhs.ndim]
-        groups = options.get("feature_group_count", 1) * options.get(
-            "batch_group_count", 1
-        )
-        factors = _factors(
-            match[0], labels, rhs.shape, (*labels[:-1], "r"), ("r", labels[-1]), "r"
+        counts = ("feature_group_count", "batch_group_count")
+        groups = math.prod(options.get(name, 1) for name in counts)
+        factors = Factors.of(
+            match[0], labels, rhs.shape, (*labels[:-1], "r"), ("r", labels[-1])
         )
         factors = dataclasses.replace(factors, groups=groups)
 
@@ -491,11 +434,6 @@ def as_lora_variable(box: Any) -> Any:
     return nnx.LoRAParam.from_metadata(box.get_raw_value(), box.get_metadata())
 
 
-def _factors(rule, labels, shape, a, b, rank) -> Factors:
-    extents = {**dict(zip(labels, shape)), rank: int(rule.rank)}
-    return Factors("".join(labels), tuple(a), tuple(b), extents, rule.scale)
-
-
 def _frozen(x: Any) -> Any:
     boxed = isinstance(x, WithAux | QArray)
     return x if boxed else jax.lax.stop_gradient(flaxlib.unbox(x))
@@ -517,12 +455,15 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
             return name, turn_of(module, name, x)
         # These may be the values of a box, arranged as its codes cannot be.
         opened = running.call_of(provider).notes.get("opened", {})
-        for source, turn in intercept.turned_ancestors(flaxlib.unbox(x)):
+        for source, turn in origins.turned_ancestors(flaxlib.unbox(x)):
             if id(source) in opened:
                 box = opened[id(source)][1]
-                found = _weight_of(provider, module, box)
-                is_as_stored = found and found[1] in ((), tuple(range(box.ndim)))
-                return (found[0], turn if is_as_stored else None) if found else None
+                weight = _weight_of(provider, module, box)
+                if weight is None:
+                    return None
+                name, box_turn = weight
+                is_as_stored = box_turn in ((), tuple(range(box.ndim)))
+                return name, turn if is_as_stored else None
         return None
     in_linen = isinstance(module, nn.Module)
     boxes = module.variables.get("params", {}) if in_linen else vars(module)
@@ -531,7 +472,7 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
     by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
     last, unboxed = None, flaxlib.unbox(x)
     qvalue = unboxed.qvalue if isinstance(unboxed, QArray) else unboxed.array.qvalue
-    for last, turn in intercept.turned_ancestors(qvalue):
+    for last, turn in origins.turned_ancestors(qvalue):
         if id(last) in by_id:
             return by_id[id(last)], turn
     if not origin_is_hidden(last, codes):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import caught, flaxlib, intercept, running
+from midtread.model import caught, flaxlib, intercept, origins, running
 from midtread.model.boxes import WithAux
 from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
@@ -398,7 +398,7 @@ def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
     """Refuses a float parameter of a Linen model in use, unless `init` may have left it so:
     outside of a trace it may not see where a part of a parameter comes from, nor a copy by a
     function that was imported by name."""
-    is_whole = all(m.name in (*intercept.MOVES, "transpose") for m in moves)
+    is_whole = all(m.name in (*origins.MOVES, "transpose") for m in moves)
     boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
     if not is_whole or any(isinstance(q, QArray) for q in boxes):
         return

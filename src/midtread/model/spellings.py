@@ -1,0 +1,51 @@
+"""Spellings: the matmuls that are a dot_general by another name.
+
+`x @ w`, jnp.dot, jnp.matmul, jnp.inner, jnp.tensordot and lax.dot all multiply two arrays and
+sum over some of their axes. A provider handles dot_general alone, so that while a model runs
+a call of any of these becomes a call of lax.dot_general. Most of them differ only in the axes
+that they sum over, which the column `numbers` of the table in caught.py gives.
+
+    as_dot_general("dot", a, b)    returns ((a, b, dimension numbers), options)
+    multiply_boxes("dot", (a, b))  multiplies quantized parameters, which JAX would refuse
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from midtread.model.caught import OPS
+
+
+def as_dot_general(name: str, a: Any, b: Any, *rest, **options):
+    """Translates a call to lax.dot_general's arguments, or returns None to leave it to JAX."""
+    if name == "tensordot":
+        numbers = _tensordot_numbers(a, b, *rest, axes=options.pop("axes", None))
+        return (a, b, numbers), options
+    if name == "matmul" and b.ndim > 2:
+        return None
+    if name == "lax_dot" and options.pop("dimension_numbers", None) is not None:
+        return None
+    if a.ndim == 0 or b.ndim == 0 or rest:
+        return None
+    numbers = OPS[name].numbers
+    assert numbers is not None  # only tensordot has none, and it returned above
+    return (a, b, numbers(a.ndim, b.ndim)), options
+
+
+def _tensordot_numbers(a, b, *rest, axes):
+    axes = rest[0] if rest else 2 if axes is None else axes
+    if isinstance(axes, int):
+        lhs, rhs = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
+    else:
+        lhs, rhs = ((x,) if isinstance(x, int) else tuple(x) for x in axes)
+    return (tuple(i % a.ndim for i in lhs), tuple(i % b.ndim for i in rhs)), ((), ())
+
+
+def multiply_boxes(name: str, args: tuple, kwargs: dict) -> Any:
+    """Multiplies boxes, which the function of JAX's called `name` would refuse."""
+    spelled = as_dot_general(name, *args, **kwargs)
+    if spelled is None:
+        return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
+    arguments, options = spelled
+    return lax.dot_general(*arguments, **options)
