@@ -16,7 +16,7 @@ import functools
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from midtread.lm import contradictions
-from midtread.lm.usage import require
+from midtread.lm.usage import UsageError, require  # noqa: F401  what a config raises
 
 
 def key(
