@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import collect, correct, gptq, program, smooth
+from midtread.algorithms import collect, correct, gptq, program, smooth, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.resume import _described
 from midtread.algorithms.weight import Axes, over_inputs
@@ -64,7 +64,7 @@ def gathered(model, batches, groups=1, loss=None):
         env = dict(found.constants)
         env |= {v: floats[path] for path, v in found.params.items()}
         env |= dict(zip(found.inputs, found.arrays(batch)))
-        program.evaluate(found.eqns, env)
+        stages.evaluate(found.eqns, env)
         weights = run(floats, found.arrays(batch), batch, jax.random.key(0))
         for n, (site, held) in enumerate(zip(found.sites, found.marks)):
             x = env[found.eqns[held["input"]].invars[0]]

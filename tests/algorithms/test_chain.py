@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import program
+from midtread.algorithms import program, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.chain import Chain
 from midtread.algorithms.learn import LearnOptions
@@ -72,7 +72,7 @@ def test_the_chain_rule_gives_the_gradients_of_the_whole(model, x):
 
     def whole(operands):
         given = {chain.weights[n]: w for n, w in operands.items()}
-        outs = program.outputs(traced, params, arrays, given)
+        outs = stages.outputs(traced, params, arrays, given)
         return size([x for x in outs if jnp.issubdtype(x.dtype, jnp.floating)])
 
     value, slopes = chain.slopes(operands, arrays, {}, jax.value_and_grad(size))

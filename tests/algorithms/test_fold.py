@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import fold, program, served, smooth
+from midtread.algorithms import fold, program, served, smooth, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.weight import MATRIX
 from midtread.model import flaxlib
@@ -138,7 +138,7 @@ def test_folding_changes_nothing(kind, key):
         for n, q in codes.items():
             v = traced.eqns[traced.marks[n]["weight"]].outvars[0]
             given[v] = traced.sites[n].as_operand(dequantize(q))
-        return program.outputs(traced, params, traced.arrays(x), given)[0]
+        return stages.outputs(traced, params, traced.arrays(x), given)[0]
 
     before, after = run(solved, floats), run(moved, {**floats, **changed})
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import program, reach
+from midtread.algorithms import program, reach, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 
 D, T, HEADS, KV, W = 16, 10, 4, 2, 4
@@ -45,7 +45,7 @@ def traced(model, x):
     env = dict(found.constants)
     env |= {v: floats[path] for path, v in found.params.items()}
     env |= dict(zip(found.inputs, found.arrays(x)))
-    program.evaluate(found.eqns, env)
+    stages.evaluate(found.eqns, env)
     return found, {s.name: n for n, s in enumerate(found.sites)}, env
 
 
@@ -124,5 +124,5 @@ def test_masks_of_all_layers_are_not_kept_from_the_start():
     found, _ = program.trace(Causal(), jnp.ones((2, T, D)))
     masks = lambda variables: [v for v in variables if v.aval.shape[-2:] == (T, T)]
     assert len(masks(v for e in found.eqns for v in e.outvars)) > 2
-    for stage in program.stages(found):
+    for stage in stages.stages(found):
         assert len(masks(stage.gives)) <= 2, stage.sites

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import midtread as mt
-from midtread.algorithms import program, rotate, stream
+from midtread.algorithms import program, rotate, stages, stream
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.rotate import RotateOptions
 from midtread.model import flaxlib
@@ -39,8 +39,8 @@ def test_a_rotated_float_model_is_the_float_model(style, key):
         assert float(jnp.abs(turned[path] - floats[path]).max()) > 0.01
     arrays = traced.arrays(x)
     np.testing.assert_allclose(
-        program.outputs(traced, turned, arrays)[0],
-        program.outputs(traced, floats, arrays)[0],
+        stages.outputs(traced, turned, arrays)[0],
+        stages.outputs(traced, floats, arrays)[0],
         rtol=1e-5, atol=1e-5,
     )  # fmt: skip
 
@@ -136,8 +136,8 @@ def test_a_turned_stream_is_the_float_model(kind, tokens):
     assert len(said) == (3 if kind == "learned" else 0)  # the stream and two values
     arrays = traced.arrays(tokens)
     np.testing.assert_allclose(
-        program.outputs(traced, turned, arrays)[0],
-        program.outputs(traced, floats, arrays)[0],
+        stages.outputs(traced, turned, arrays)[0],
+        stages.outputs(traced, floats, arrays)[0],
         rtol=1e-5, atol=1e-5,
     )  # fmt: skip
     assert float(jnp.abs(turned["last", "scale"] - 1).max()) == 0
@@ -269,7 +269,7 @@ def test_streams_go_through_scans(key):
     turned = stream.turned(traced, floats, one, rotate.rotation(D, key))
     arrays = traced.arrays(x)
     np.testing.assert_allclose(
-        program.outputs(traced, turned, arrays)[0],
-        program.outputs(traced, floats, arrays)[0],
+        stages.outputs(traced, turned, arrays)[0],
+        stages.outputs(traced, floats, arrays)[0],
         rtol=1e-5, atol=1e-5,
     )  # fmt: skip

@@ -2,6 +2,12 @@
 
 They want packages and a Python of their own: docs/maxtext.md makes the environment, and its
 commands are the ones run here.
+
+Where XLA does not fuse, the losses and gradient norms must be Qwix's, bit for bit. Where it
+does, what stands beside an operation decides about its last bit, and we look for NaNs where
+Qwix does not; int8 makes more of that from step to step. Qwix's own third loss of DeepSeek in
+int8 is 6.1100, 6.1091 without fusion and 6.1126 without optimisation, up to 6e-4 apart, so
+that there only the first loss is compared closely.
 """
 
 import json
@@ -20,6 +26,7 @@ RUNS = [
     (m, q) for m in ("DENSE", "MOE", "DEEPSEEK") for q in ("int8", "fp8", "fp8_full")
 ]
 RUNS += [("MEGABLOX", "fp8_full")]
+UNFUSED = "--xla_disable_hlo_passes=fusion"
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,35 +34,45 @@ pytestmark = [
 ]  # fmt: skip
 
 
-def run(arguments, on_midtread):
+def run(arguments, on_midtread, xla_flags=""):
     how = ["-m", "midtread.interop.qwix"] if on_midtread else []
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE",
-           "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}  # fmt: skip
+           "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": xla_flags}  # fmt: skip
     command = [str(PYTHON), *how, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
+def train(model, quantization, folder, xla_flags):
+    """[losses, gradient norms] of three steps, on Qwix and on Midtread."""
+    both = []
+    for on_midtread in (False, True):
+        metrics = folder / f"{on_midtread}.jsonl"
+        flags = [*FLAGS["TINY"].split(), *FLAGS[model].split()]
+        flags += ["use_qwix_quantization=true", f"quantization={quantization}"]
+        flags += [f"metrics_file={metrics}"]
+        run(["-m", TRAIN, *flags], on_midtread, xla_flags)
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        names = ("learning/loss", "learning/raw_grad_norm")
+        both.append([[step[name] for step in steps] for name in names])
+    return both
+
+
+@pytest.mark.parametrize(("model", "quantization"), RUNS)
+def test_trains_as_on_qwix_bit_for_bit_without_fusion(model, quantization, tmp_path):
+    theirs, ours = train(model, quantization, tmp_path, UNFUSED)
+    assert len(ours[0]) == 3 and ours[0][2] < ours[0][0]
+    assert ours == theirs
+
+
 @pytest.mark.parametrize(("model", "quantization"), RUNS)
 def test_trains_as_on_qwix(model, quantization, tmp_path):
-    losses = {}
-    for on_midtread in (False, True):
-        metrics = tmp_path / f"{on_midtread}.jsonl"
-        flags = [
-            *FLAGS["TINY"].split(),
-            *FLAGS[model].split(),
-            f"metrics_file={metrics}",
-        ]
-        flags += ["use_qwix_quantization=true", f"quantization={quantization}"]
-        run(["-m", TRAIN, *flags], on_midtread)
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-        losses[on_midtread] = [step["learning/loss"] for step in steps]
-    ours, theirs = losses[True], losses[False]
+    (theirs, _), (ours, _) = train(model, quantization, tmp_path, xla_flags="")
     assert len(ours) == 3 and ours[2] < ours[0]
     assert abs(ours[0] - theirs[0]) <= 5e-6 * theirs[0], (ours, theirs)
     for a, b in zip(ours, theirs):
-        assert abs(a - b) <= 1e-4 * b, (ours, theirs)
+        assert abs(a - b) <= 1e-3 * b, (ours, theirs)
 
 
 TOKAMAX = """

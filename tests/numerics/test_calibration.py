@@ -8,6 +8,7 @@ import pytest
 from midtread.numerics.calibration import (
     AmaxHistory,
     Average,
+    largest,
     parse,
     statistic,
     statistic_of,
@@ -119,6 +120,16 @@ def test_matches_numpy_per_tile(method, width, key):
             assert {k: float(v[row, tile]) for k, v in got.items()} == pytest.approx(
                 want, rel=1e-5
             )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("axes", [None, (0,), (1,)])
+def test_looking_for_nan_changes_no_maximum(dtype, axes, key):
+    """Without a NaN it is the plain maximum, bit for bit, at sizes where XLA drops NaNs."""
+    x = jax.random.normal(key, (128, 128), dtype).at[5].set(-jnp.inf)
+    got = jax.jit(lambda x: largest(x, axes))(x)
+    want = np.asarray(x).max(axis=axes, keepdims=True)
+    np.testing.assert_array_equal(np.asarray(got), want, strict=True)
 
 
 def test_minmax_always_holds_zero():

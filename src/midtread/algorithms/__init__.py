@@ -4,6 +4,7 @@ Each is a pair of pure functions: what it needs to know of a running model is co
 and one weight at a time is solved for, given what was collected.
 
     program.py    the model as a straight-line program whose weights and inputs are marked
+    stages.py     such a program, cut where the inputs of its weights come out, and run
     collect.py    what is collected: second moments of inputs, weighted by what reaches the loss
     reach.py      inputs as the next layer sees them: what attention makes of a value's error
     weight.py     a weight of any contraction as a stack of matrices

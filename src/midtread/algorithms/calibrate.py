@@ -35,10 +35,11 @@ from flax import nnx
 from midtread.algorithms import bias, collect, fold, learn, rotate, served
 from midtread.algorithms import options as asked
 from midtread.algorithms.options import CalibrationOptions
-from midtread.algorithms.program import stages, trace
+from midtread.algorithms.program import trace
 from midtread.algorithms.report import Report, Row
 from midtread.algorithms.resume import Kept
 from midtread.algorithms.solver import Solver
+from midtread.algorithms.stages import stages
 from midtread.algorithms.statistics import Statistics
 from midtread.algorithms.task import Running, Task
 from midtread.model.coverage import format_text

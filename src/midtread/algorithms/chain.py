@@ -16,14 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.program import (
-    Program,
-    Stage,
-    compiled,
-    evaluate,
-    is_literal,
-    stages,
-)
+from midtread.algorithms.program import Program, is_literal
+from midtread.algorithms.stages import Stage, compiled, evaluate, stages
 
 
 class Chain:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.algorithms import clip
-from midtread.algorithms.program import SEARCH_LESS
+from midtread.algorithms.stages import SEARCH_LESS
 from midtread.algorithms.weight import (
     MATRIX,
     Axes,

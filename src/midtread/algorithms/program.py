@@ -7,12 +7,12 @@ equations in which every layer stands by itself. From there on it does not matte
 the model was written in Linen or NNX, as a loop, a scan or a jitted function.
 
     trace(...)       the list, and the `Site` of every mark
-    stages(...)      the list cut where inputs of sites come out: stage s may be run when
-                     every weight that stages before it use is settled
     origin(...)      which parameter, or which layer of it, a marked weight is
+    levels(...)      how many inputs of sites lie on the way to each variable
 
-Sites whose inputs need no other site's output in between have one stage (query, key and
-value; gate and up); the sites of a stage are settled together.
+Sites whose inputs need no other site's output in between have one level (query, key and
+value; gate and up), which is their stage: stages.py runs the list stage by stage, and the
+sites of a stage are settled together.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -104,8 +105,8 @@ class Site:
 
     def path_in(self, params: Mapping[tuple, Any]) -> tuple:
         """Of its parameter: numbers in a path may be text in one place and not in another."""
-        own = tuple(map(str, self.path))
-        return next(path for path in params if tuple(map(str, path)) == own)
+        wanted = tuple(map(str, self.path))
+        return next(path for path in params if tuple(map(str, path)) == wanted)
 
     def weight_in(self, params: Mapping[tuple, Any]) -> jax.Array:
         """Its weight, as it is stored, of all parameters by path."""
@@ -138,33 +139,34 @@ class Marker(QuantizationProvider):
         return None if name is None else turn_of(module, name, x)
 
     def _mark(self, op: str, weights: dict, c: Contraction, lhs, rhs) -> jax.Array:
-        sides = {"lhs": lhs, "rhs": rhs}
-        own = [side for side, x in sides.items() if weights.get(id(x)) is not None]
-        if len(own) != 1:
+        operands = {"lhs": lhs, "rhs": rhs}
+        sides = [s for s, x in operands.items() if weights.get(id(x)) is not None]
+        if len(sides) != 1:
             return contract(c, lhs, rhs)
-        (side,) = own
-        turn = weights[id(sides[side])]
+        (weight_side,) = sides
+        turn = weights[id(operands[weight_side])]
         number = len(self.seen)
+        without_sizes = c
         if hasattr(c, "sizes"):
             sizes = checkpoint_name(c.sizes, f"midtread-sizes-{number}")
+            without_sizes = dataclasses.replace(c, sizes=None)
             c = dataclasses.replace(c, sizes=sizes)
-        for each, x in tuple(sides.items()):
-            kind = "weight" if each == side else "input"
-            sides[each] = checkpoint_name(x, f"midtread-{kind}-{number}")
-        still = dataclasses.replace(c, sizes=None) if hasattr(c, "sizes") else c
-        labels = c.labels(side)
+        for side, x in tuple(operands.items()):
+            kind = "weight" if side == weight_side else "input"
+            operands[side] = checkpoint_name(x, f"midtread-{kind}-{number}")
+        labels = c.labels(weight_side)
         self.seen.append(
             {
                 "op": op,
-                "c": still,
-                "side": side,
+                "c": without_sizes,
+                "side": weight_side,
                 "turn": turn,
                 "labels": tuple(labels[turn.index(a)] for a in range(len(turn))),
-                "shape": tuple(sides[side].shape),
+                "shape": tuple(operands[weight_side].shape),
                 "module": flaxlib.path_of(intercept.current_module()),
             }
         )
-        out = contract(c, sides["lhs"], sides["rhs"])
+        out = contract(c, operands["lhs"], operands["rhs"])
         return checkpoint_name(out, f"midtread-output-{number}")
 
 
@@ -187,7 +189,7 @@ class Program:
 def trace(
     model: Any, batch: Any, *, params: Any = None, method: str = "__call__"
 ) -> tuple[Program, dict[tuple, jax.Array]]:
-    """The program of a model, and its parameters by path.
+    """Returns the program of a model, and its parameters by path.
 
     Args:
         model: an NNX module, a Linen one with its `params`, or a function of its `params`.
@@ -196,64 +198,82 @@ def trace(
     Raises:
         ValueError: a weight is used inside a while loop, a branch or a shard_map.
     """
-    args, kwargs = as_call(batch)
-    arrays, rebuild = split_arrays(args, kwargs)
+    call = as_call(batch)
+    arrays, rebuild = split_arrays(*call)
     marker = Marker()
     if isinstance(model, nnx.Module):
-        graph, learned, rest = nnx.split(model, nnx.Param, ...)
-        flat = {path: flaxlib.unbox(leaf) for path, leaf in nnx.to_flat_state(learned)}
-
-        def run(flat, arrays) -> Any:
-            boxes = dict(nnx.to_flat_state(learned))
-            state = nnx.from_flat_state(
-                {path: boxes[path].replace(value) for path, value in flat.items()}
-            )
-            marked = quantize_model(
-                nnx.merge(graph, state, rest), marker, *args, donate=True,
-                methods=(method,), skip_nnx_init=True, **kwargs,
-            )  # fmt: skip
-            again, named = rebuild(arrays)
-            return getattr(marked, method)(*again, **named)
-
+        run, flat = _nnx_run(model, marker, method, call)
     elif isinstance(model, nn.Module):
-        import flax
-
-        tree = flax.core.unfreeze(flaxlib.unbox(params["params"]))
-        others = {k: v for k, v in params.items() if k != "params"}
-        flat = flax.traverse_util.flatten_dict(tree)
-
-        def run(flat, arrays) -> Any:
-            marked = quantize_model(model, marker, methods=(method,))
-            again, named = rebuild(arrays)
-            variables = {"params": flax.traverse_util.unflatten_dict(flat), **others}
-            return marked.apply(variables, *again, method=method, **named)
-
+        run, flat = _linen_run(model, marker, method, params)
     elif callable(model):
         if method != "__call__":
             raise ValueError(f"a function has no method {method!r}: leave it out.")
-        if params is None:
-            raise ValueError(
-                "a function needs its parameters: params=a tree of arrays."
-            )
-        flat, put_back = open_params(params)
-        unknown = [path for path, leaf in flat.items() if isinstance(leaf, QArray)]
-        if unknown:
-            raise ValueError(f"{'/'.join(unknown[0])} is quantized already.")
-
-        def run(flat, arrays) -> Any:
-            again, named = rebuild(arrays)
-            return quantize_function(model, marker)(put_back(flat), *again, **named)
-
+        run, flat = _function_run(model, marker, params)
     else:
         raise TypeError(
             "calibration takes flax.linen and flax.nnx modules, and functions of their "
             f"parameters, not a {type(model).__name__}."
         )
-    return _program(run, flat, arrays, marker), flat
+
+    def run_on_arrays(flat: dict, arrays: list) -> Any:
+        args, kwargs = rebuild(arrays)
+        return run(flat, *args, **kwargs)
+
+    return _program(run_on_arrays, flat, arrays, marker), flat
+
+
+# The three below return (a function of the parameters by path and a call's arguments that runs
+# the model under the marker, the parameters by path).
+
+
+def _nnx_run(model: nnx.Module, marker: Marker, method: str, call: tuple):
+    graph, learned, rest = nnx.split(model, nnx.Param, ...)
+    boxes = dict(nnx.to_flat_state(learned))
+    inputs, named_inputs = call
+
+    def run(flat: dict, /, *args, **kwargs) -> Any:
+        state = nnx.from_flat_state(
+            {path: boxes[path].replace(value) for path, value in flat.items()}
+        )
+        marked = quantize_model(
+            nnx.merge(graph, state, rest), marker, *inputs, donate=True,
+            methods=(method,), skip_nnx_init=True, **named_inputs,
+        )  # fmt: skip
+        return getattr(marked, method)(*args, **kwargs)
+
+    return run, {path: flaxlib.unbox(leaf) for path, leaf in boxes.items()}
+
+
+def _linen_run(model: nn.Module, marker: Marker, method: str, variables: Any):
+    tree = flax.core.unfreeze(flaxlib.unbox(variables["params"]))
+    others = {k: v for k, v in variables.items() if k != "params"}
+
+    def run(flat: dict, /, *args, **kwargs) -> Any:
+        marked = quantize_model(model, marker, methods=(method,))
+        params = flax.traverse_util.unflatten_dict(flat)
+        return marked.apply(
+            {"params": params, **others}, *args, method=method, **kwargs
+        )
+
+    return run, flax.traverse_util.flatten_dict(tree)
+
+
+def _function_run(model: Callable, marker: Marker, params: Any):
+    if params is None:
+        raise ValueError("a function needs its parameters: params=a tree of arrays.")
+    flat, put_back = open_params(params)
+    quantized = [path for path, leaf in flat.items() if isinstance(leaf, QArray)]
+    if quantized:
+        raise ValueError(f"{'/'.join(quantized[0])} is quantized already.")
+
+    def run(flat: dict, /, *args, **kwargs) -> Any:
+        return quantize_function(model, marker)(put_back(flat), *args, **kwargs)
+
+    return run, flat
 
 
 def open_params(params: Any) -> tuple[dict[tuple, Any], Callable[[dict], Any]]:
-    """({path: leaf} of a tree of parameters, and the way back)."""
+    """Returns {path: leaf} of a tree of parameters, and a function that puts it back."""
     is_leaf = lambda x: isinstance(x, QArray)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
     text = lambda key: str(
@@ -267,7 +287,7 @@ def open_params(params: Any) -> tuple[dict[tuple, Any], Callable[[dict], Any]]:
 
 
 def as_call(batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """(arguments, keywords) of a batch."""
+    """Returns the arguments and the keywords that a batch stands for."""
     if isinstance(batch, dict):
         return (), batch
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
@@ -297,10 +317,10 @@ def _program(run: Callable, flat: dict, arrays: list, marker: Marker) -> Program
             if source is not None:
                 sites.append(Site(*source, **seen))
                 marks.append(mark)
-    stage = _stages(jaxpr.eqns, marks)
+    level = levels(jaxpr.eqns, marks)
     sites = [
         dataclasses.replace(
-            site, stage=stage.get(jaxpr.eqns[mark["input"]].invars[0], 0)
+            site, stage=level.get(jaxpr.eqns[mark["input"]].invars[0], 0)
         )
         for site, mark in zip(sites, marks)
     ]
@@ -336,8 +356,8 @@ def _inline(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
         elif name == "scan":
             outs = _unroll(eqn, inner, values)
         elif name in INLINED:
-            body, own = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            outs = _inline(body, own, values)
+            body = getattr(inner, "jaxpr", inner)
+            outs = _inline(body, getattr(inner, "consts", ()), values)
         else:
             raise ValueError(
                 f"a weight is used inside of {name!r}, where calibration cannot follow. "
@@ -353,7 +373,7 @@ def is_literal(v: Any) -> bool:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation."""
+    """Returns the results of one equation."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     outs = eqn.primitive.bind(*functions, *values, **params)
@@ -361,7 +381,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _marked_body(eqn: Any) -> Any:
-    """The jaxpr inside an equation that holds marks, or None."""
+    """Returns the jaxpr inside an equation that holds marks, or None."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if hasattr(inner, "eqns") and _holds_marks(getattr(inner, "jaxpr", inner)):
@@ -378,19 +398,20 @@ def _holds_marks(jaxpr: Any) -> bool:
 
 
 def _unroll(eqn: Any, inner: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of a scan, whose body is written out for each index."""
     p = eqn.params
     fixed, carried = p["num_consts"], p["num_carry"]
     consts = values[:fixed]
     carry, stacked = values[fixed : fixed + carried], values[fixed + carried :]
-    turns = range(p["length"])
-    turned = []
-    for i in reversed(turns) if p["reverse"] else turns:
-        here = [jax.lax.index_in_dim(x, i, 0, keepdims=False) for x in stacked]
-        outs = _inline(inner.jaxpr, inner.consts, [*consts, *carry, *here])
+    indices = list(range(p["length"]))
+    results = []
+    for i in indices[::-1] if p["reverse"] else indices:
+        slices = [jax.lax.index_in_dim(x, i, 0, keepdims=False) for x in stacked]
+        outs = _inline(inner.jaxpr, inner.consts, [*consts, *carry, *slices])
         carry, ys = outs[:carried], outs[carried:]
-        turned.append(ys)
-    turned = turned[::-1] if p["reverse"] else turned
-    return [*carry, *(jnp.stack(ys) for ys in zip(*turned))]
+        results.append(ys)
+    results = results[::-1] if p["reverse"] else results
+    return [*carry, *(jnp.stack(ys) for ys in zip(*results))]
 
 
 ONE_TO_ONE = ("convert_element_type", "reshape", "transpose", "copy", "copy_p", "sharding_constraint", "squeeze", "name", "optimization_barrier")  # fmt: skip
@@ -399,8 +420,8 @@ ONE_TO_ONE = ("convert_element_type", "reshape", "transpose", "copy", "copy_p", 
 def origin(
     variable: Any, made_by: dict, params: dict, passing: tuple[str, ...] = ONE_TO_ONE
 ) -> tuple[tuple, tuple] | None:
-    """(path, layer) of the parameter that a variable is, None if it is none; `passing` are
-    the operations on the way that leave it what it is."""
+    """Returns (path, layer) of the parameter that a variable is, None if it is none; `passing`
+    are the operations on the way that leave it what it is."""
     paths = {v: path for path, v in params.items()}
     layer: tuple[int, ...] = ()
     while variable not in paths:
@@ -419,161 +440,15 @@ def origin(
     return paths[variable], layer
 
 
-# --- stages -----------------------------------------------------------------------------------
+# --- levels -----------------------------------------------------------------------------------
 
 
-def _stages(eqns: Sequence[Any], marks: Sequence[dict[str, int]]) -> dict[Any, int]:
-    """The stage of every variable: the number of inputs of sites on the way to it."""
-    stage: dict[Any, int] = {}
-    after = {mark["input"] for mark in marks}
+def levels(eqns: Sequence[Any], marks: Sequence[dict[str, int]]) -> dict[Any, int]:
+    """Returns the level of every variable: the number of inputs of sites on the way to it."""
+    level: dict[Any, int] = {}
+    inputs = {mark["input"] for mark in marks}
     for index, eqn in enumerate(eqns):
-        own = max((stage.get(v, 0) for v in eqn.invars if not is_literal(v)), default=0)
-        for v in eqn.outvars:
-            stage[v] = own + (index in after)
-    return stage
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Equations that may run when all weights of stages before are settled."""
-
-    run: Callable[[list[Any]], list[Any]]
-    eqns: tuple[Any, ...]
-    takes: tuple[Any, ...]  # variables
-    gives: tuple[Any, ...]
-    sites: tuple[int, ...]  # whose inputs are among what it gives
-    drops: tuple[Any, ...]  # variables that nobody needs any more afterwards
-
-
-def stages(program: Program) -> list[Stage]:
-    """The program cut into stages, to be run one after the other on every batch.
-
-    Weights are not computed but given: a stage takes the variables after marks of weights.
-    """
-    eqns = program.eqns
-    level = _stages(eqns, program.marks)
-    given = {eqns[mark["weight"]].outvars[0] for mark in program.marks}
-    number = 1 + max((site.stage for site in program.sites), default=-1)
-    wanted: list[list[Any]] = [[] for _ in range(number + 1)]
-    for site, mark in zip(program.sites, program.marks):
-        wanted[site.stage] += [eqns[mark[k]].invars[0] for k in ("input",)]
-        if "sizes" in mark:
-            wanted[site.stage].append(eqns[mark["sizes"]].outvars[0])
-    wanted[number] += [v for v in program.outputs if not is_literal(v)]
-    needed = _needed(eqns, given, [v for vs in wanted for v in vs])
-    # An equation runs as soon as its operands are there. What needs no layer's output, masks
-    # and tables of positions say, runs where it is first used: kept from the start, those of
-    # all layers would fill the memory.
-    first = {v: s for s in reversed(range(number + 1)) for v in wanted[s]}
-    at: dict[int, int] = {}
-    for index in reversed(range(len(eqns))):
-        outs = [v for v in eqns[index].outvars if v in needed and v not in given]
-        if not outs:
-            continue
-        own = min(max(level.get(v, 0) for v in eqns[index].outvars), number)
-        at[index] = own or min(first.get(v, number) for v in outs)
-        for v in eqns[index].invars:
-            if not is_literal(v):
-                first[v] = min(first.get(v, number), at[index])
-    parts: list[list[Any]] = [[] for _ in range(number + 1)]
-    where: dict[Any, int] = {}
-    for index in sorted(at):
-        parts[at[index]].append(eqns[index])
-        where.update(dict.fromkeys(eqns[index].outvars, at[index]))
-    reads = [{v for e in part for v in e.invars if not is_literal(v)} for part in parts]
-    listed = []
-    for s, part in enumerate(parts):
-        inside = {v for e in part for v in e.outvars}
-        takes = sorted(reads[s] - inside, key=_order(eqns))
-        later = set().union(*reads[s + 1 :], *map(set, wanted[s:]))
-        gives = [
-            v for v in dict.fromkeys(v for e in part for v in e.outvars) if v in later
-        ]
-        still = set().union(*reads[s + 1 :], *map(set, wanted[s + 1 :]), wanted[number])
-        drops = [v for v, at in where.items() if at <= s and v not in still]
-        sites = tuple(i for i, site in enumerate(program.sites) if site.stage == s)
-        run = compiled(tuple(part), tuple(takes), tuple(gives))
-        listed.append(
-            Stage(run, tuple(part), tuple(takes), tuple(gives), sites, tuple(drops))
-        )
-    return listed
-
-
-def _order(eqns: Sequence[Any]) -> Callable[[Any], int]:
-    """Variables in the order in which the program first reads them."""
-    place: dict[Any, int] = {}
-    for eqn in eqns:
-        for v in eqn.invars:
-            if not is_literal(v):
-                place.setdefault(v, len(place))
-    return lambda v: place.get(v, len(place))
-
-
-def _needed(eqns: Sequence[Any], given: set, wanted: Sequence[Any]) -> set:
-    needed = set(wanted)
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars) and not given & set(eqn.outvars):
-            needed |= {v for v in eqn.invars if not is_literal(v)}
-    return needed
-
-
-def evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    """Runs equations; `env` holds what they take, and afterwards what they gave."""
-    for eqn in eqns:
-        values = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-        env.update(zip(eqn.outvars, bind(eqn, values)))
-
-
-def outputs(
-    program: Program, params: dict, arrays: list, given: dict[Any, Any] | None = None
-) -> list[Any]:
-    """What the model gives for the arrays of a batch; `given` variables are not computed."""
-    given = given or {}
-    env = dict(program.constants)
-    env |= {v: params[path] for path, v in program.params.items()}
-    env |= dict(zip(program.inputs, arrays)) | given
-    evaluate([e for e in program.eqns if not given.keys() & set(e.outvars)], env)
-    return [v.val if is_literal(v) else env[v] for v in program.outputs]
-
-
-# What runs a few times is not worth a search for the best of many kernels for each of its
-# matmuls: on a GPU XLA then takes cuBLAS, and what cuBLAS takes. On others this says nothing.
-SEARCH_LESS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_by_text() -> dict[str, Callable]:
-    return {}
-
-
-def compiled(
-    eqns: tuple, takes: tuple, gives: tuple, run: Callable | None = None, key: str = ""
-) -> Callable:
-    """One compiled function for all layers that do the same.
-
-    Args:
-        run: what is compiled, of a list of the values of `takes`; None: the equations, to
-            the values of `gives`.
-        key: what `run` depends on beside the equations.
-    """
-    number: dict[Any, int] = {}
-    of = lambda v: (
-        f"{v.val!r}" if is_literal(v) else f"{number.setdefault(v, len(number))}"
-    )
-    lines = [key, " ".join(f"{of(v)}:{v.aval}" for v in takes)]
-    for eqn in eqns:
-        params = {k: v for k, v in eqn.params.items() if k != "name"}
-        lines.append(f"{eqn.primitive.name} {params} {[of(v) for v in eqn.invars]}")
-        lines.append(f"{[of(v) for v in eqn.outvars]}")
-    lines.append(" ".join(map(of, gives)))
-    text = re.sub(r"0x[0-9a-f]+|midtread-\w+-\d+", "", "\n".join(lines))
-
-    def evaluated(values: list[Any]) -> list[Any]:
-        env = dict(zip(takes, values))
-        evaluate(eqns, env)
-        return [env[v] for v in gives]
-
-    known = _compiled_by_text()
-    return known.setdefault(
-        text, jax.jit(run or evaluated, compiler_options=SEARCH_LESS)
-    )
+        known = (level.get(v, 0) for v in eqn.invars if not is_literal(v))
+        after = max(known, default=0) + (index in inputs)
+        level.update(dict.fromkeys(eqn.outvars, after))
+    return level

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.algorithms import collect
-from midtread.algorithms.program import Program, Site, compiled, evaluate, is_literal
+from midtread.algorithms.program import Program, Site, is_literal
+from midtread.algorithms.stages import compiled, evaluate
 
 Axes = list[tuple[int, ...]]  # of one variable: factors, the slowest first
 

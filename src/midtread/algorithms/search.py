@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms.program import Site, outputs, trace
+from midtread.algorithms.program import Site, trace
+from midtread.algorithms.stages import outputs
 from midtread.kernels import measured
 from midtread.model import flaxlib
 from midtread.model.coverage import format_text, table

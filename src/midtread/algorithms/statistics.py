@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.algorithms import collect, reach
-from midtread.algorithms.program import SEARCH_LESS, Site
+from midtread.algorithms.program import Site
+from midtread.algorithms.stages import SEARCH_LESS
 from midtread.algorithms.task import Running, Task
 from midtread.numerics import hadamard
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from midtread.algorithms import rotate
 from midtread.algorithms.offload import Store
 from midtread.algorithms.options import CalibrationOptions, Plan
-from midtread.algorithms.program import Program, Site, Stage
+from midtread.algorithms.program import Program, Site
+from midtread.algorithms.stages import Stage
 from midtread.numerics.qarray import QArray, dequantize
 from midtread.numerics.spec import Spec
 

@@ -12,6 +12,8 @@ from rich.table import Table
 
 
 class Terminal:
+    """Prints what a run has to say; each method is one thing that it says."""
+
     def __init__(self, console: Console | None = None, quiet: bool = False):
         self.console = console or Console(highlight=False, quiet=quiet)
 
