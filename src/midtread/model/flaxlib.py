@@ -107,7 +107,7 @@ def value_at(obj: Any, path: tuple) -> Any:
             return None
         if isinstance(obj, Mapping):
             obj = obj.get(key)
-        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
+        elif isinstance(obj, list | tuple | nnx.List) and isinstance(key, int):
             obj = obj[key] if 0 <= key < len(obj) else None
         else:
             obj = getattr(obj, key, None)
