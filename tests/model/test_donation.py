@@ -110,12 +110,16 @@ class Holder(nnx.Module):
         return self.layer(x) + self.held(x)
 
 
+def through(call):
+    return lambda x: call(x)
+
+
 HELD = {
     "method": lambda m: m.layer.__call__,
     "partial": lambda m: functools.partial(m.layer),
     "partial of a list": lambda m: functools.partial(lambda ls, x: ls[0](x), [m.layer]),
     "lambda": lambda m: lambda x: m.layer(x),
-    "function of a function": lambda m: (lambda f: lambda x: f(x))(lambda x: m.layer(x)),
+    "function of a function": lambda m: through(lambda x: m.layer(x)),
     "method by default": lambda m: functools.partial(lambda x, f: f(x), f=m.layer.__call__),
 }  # fmt: skip
 STATIC = mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)

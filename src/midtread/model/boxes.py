@@ -150,12 +150,12 @@ class WithAux:
             raise AttributeError(f"a WithAux has no attribute {name!r}.")
         return getattr(self.__jax_array__(), name)
 
-    def __eq__(self, other: Any) -> Any:
+    def __eq__(self, other: object) -> Any:
         if not _serving():
             return self is other
         return self.__jax_array__() == other
 
-    def __ne__(self, other: Any) -> Any:
+    def __ne__(self, other: object) -> Any:
         if not _serving():
             return self is not other
         return self.__jax_array__() != other
