@@ -97,3 +97,75 @@ def test_a_model_that_could_not_be_quantized_is_not_used_up(inputs, provider, wo
         mt.quantize_model(model, provider, inputs, donate=True)
     np.testing.assert_array_equal(model(X), before)
     assert model.up is inside and flaxlib.provider_of(model) is None
+
+
+class Holder(nnx.Module):
+    """A layer that is also reached by something else that this module holds."""
+
+    def __init__(self, hold, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+        self.held = hold(self)
+
+    def __call__(self, x):
+        return self.layer(x) + self.held(x)
+
+
+def through(call):
+    return lambda x: call(x)
+
+
+HELD = {
+    "method": lambda m: m.layer.__call__,
+    "partial": lambda m: functools.partial(m.layer),
+    "partial of a list": lambda m: functools.partial(lambda ls, x: ls[0](x), [m.layer]),
+    "lambda": lambda m: lambda x: m.layer(x),
+    "function of a function": lambda m: through(lambda x: m.layer(x)),
+    "method by default": lambda m: functools.partial(lambda x, f: f(x), f=m.layer.__call__),
+}  # fmt: skip
+STATIC = mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+FP8 = mt.QtRule(weight_qtype="fp8", act_qtype="fp8", bwd_qtype="e5m2")
+
+
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("provider", [
+    mt.PtqProvider([INT8_WEIGHTS], strict=True), mt.QtProvider([STATIC]), mt.DelayedFp8Provider([FP8])
+], ids=["ptq", "static", "delayed"])  # fmt: skip
+def test_what_a_model_holds_calls_the_new_modules(hold, provider):
+    model = Holder(hold, nnx.Rngs(0))
+    before = model(X)
+    quantized = mt.quantize_model(model, provider, X)
+    served = quantized(X)
+    np.testing.assert_allclose(served, before, atol=0.3)
+    quantized.layer.bias[...] += 8.0  # both uses of it see this, and no old layer
+    np.testing.assert_allclose(quantized(X), served + 16.0, atol=1e-4)
+    np.testing.assert_array_equal(model(X), before)
+    taken = mt.quantize_model(model, provider, X, donate=True)
+    np.testing.assert_array_equal(taken(X), served)
+
+
+def test_a_function_that_calls_itself_is_bound_anew():
+    def hold(module):
+        def apply(x, depth=1):
+            return apply(x, depth - 1) if depth else module.layer(x)
+
+        return apply
+
+    model = Holder(hold, nnx.Rngs(0))
+    before = model(X)
+    quantized = mt.quantize_model(model, mt.PtqProvider([INT8_WEIGHTS]), X)
+    np.testing.assert_allclose(quantized(X), before, atol=0.1)
+
+
+def test_modules_in_a_tuple():
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            layers = [nnx.Linear(8, 8, rngs=rngs) for _ in range(2)]
+            self.layers = nnx.data(tuple(layers))
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    model = Pair(nnx.Rngs(0))
+    quantized = mt.quantize_model(model, mt.PtqProvider([INT8_WEIGHTS], strict=True), X)
+    assert all(isinstance(m.kernel, mt.WithAux) for m in quantized.layers)
+    np.testing.assert_allclose(quantized(X), model(X), atol=0.1)

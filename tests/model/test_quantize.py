@@ -739,3 +739,31 @@ def test_rngs_reach_a_call_that_takes_them(provider):
     out, plain = model(X, nnx.Rngs(1)), Draws()(X, nnx.Rngs(1))
     np.testing.assert_array_equal(out == 0, plain == 0)
     np.testing.assert_allclose(out, plain, atol=0.1)
+
+
+@pytest.mark.parametrize("provider", [
+    mt.QtProvider([mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]),
+    mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]),
+    mt.DelayedFp8Provider([mt.QtRule(weight_qtype="fp8", act_qtype="fp8", bwd_qtype="e5m2")]),
+], ids=["statistics", "scale", "history"])  # fmt: skip
+def test_nothing_is_kept_beside_a_weight_inside_a_jit(provider):
+    multiply = jax.jit(jnp.matmul)
+
+    class Jits(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            return multiply(x, self.w[...])
+
+    with pytest.raises(ValueError, match="inside a jax.jit .*Use nnx.jit"):
+        mt.quantize_model(Jits(), provider, jnp.ones((2, 8)))
+
+
+def test_a_restored_array_is_compared_and_multiplied():
+    q = mt.quantize(jax.random.normal(jax.random.key(0), (8, 8)), "int8")
+    back = serialization.from_bytes(
+        q, serialization.to_bytes(q)
+    )  # NumPy's arrays in it
+    assert (back == q).all() and (q == back).all()
+    np.testing.assert_array_equal(jnp.ones((2, 8)) @ back, jnp.ones((2, 8)) @ q)

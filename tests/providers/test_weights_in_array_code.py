@@ -25,6 +25,10 @@ MOVED = {
     "convert": (lambda w: lax.convert_element_type(w, jnp.float32), SQUARE),
     "array": (jnp.array, SQUARE),
     "copy": (jnp.copy, SQUARE),
+    "copied": (lambda w: w.copy(), SQUARE),
+    "cast_and_copied": (lambda w: w.astype(jnp.float32, copy=True), SQUARE),
+    "flatten": (lambda w: w.flatten().reshape(SQUARE), SQUARE),
+    "repeated": (lambda w: w.repeat(2, axis=1), (8, 4)),
     "reshape": (lambda w: jnp.reshape(w, SQUARE), (64,)),
     "ravel": (lambda w: jnp.ravel(w).reshape(SQUARE), SQUARE),
     "moveaxis": (lambda w: jnp.moveaxis(w, 0, 1), SQUARE),
@@ -169,3 +173,95 @@ def test_adapters_stand_beside_whole_parameters_and_parts_are_served():
     run = nnx.jit(lambda model, x: model(x))
     check(run(adapted, X), run(model, X), boxed)
     assert hasattr(adapted, "T_lora_a") and not hasattr(adapted, "squeezed_lora_a")
+
+
+# What reads values of a weight that is also multiplied by, and so is in codes.
+READ = {
+    "sum": lambda w: w.sum(0),
+    "largest": lambda w: w.max(0),
+    "positive": lambda w: jnp.where(w > 0, w, 0)[0],
+    "zero": lambda w: jnp.where(w == 0, 1.0, 0.0),
+    "not zero": lambda w: jnp.where(w != 0, 1.0, 0.0),
+    "at": lambda w: w.at[0].set(1.0)[0],
+    "take": lambda w: w.take(jnp.arange(8), axis=1)[0],
+    "mod": lambda w: (2.0 % (w + 9.0))[0] + (2.0 // (w + 9.0))[0],
+    "clip": lambda w: w.clip(-1, 1)[0],
+    "dot": lambda w: w.dot(w)[0],
+    "norm": lambda w: jnp.linalg.norm(w, axis=0),
+}
+
+
+class Reads(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jax.random.normal(jax.random.key(3), SQUARE))
+
+    def __call__(self, x):
+        return x @ self.w[...], {k: read(self.w[...]) for k, read in READ.items()}
+
+
+def test_values_of_a_weight_in_codes_are_those_of_an_array():
+    rule = mt.QuantizationRule(weight_qtype="int8")
+    served = mt.quantize_model(Reads(), mt.PtqProvider([rule]), X)
+    assert isinstance(served.w, mt.WithAux)
+    codes = mt.dequantize(served.w.value.array)
+    for run in (served, lambda x: nnx.jit(lambda m, x: m(x))(served, x)):
+        _, out = run(X)
+        for name, read in READ.items():
+            np.testing.assert_allclose(
+                out[name], read(codes), rtol=1e-5, atol=0.05, err_msg=name
+            )
+    assert not hasattr(served.w, "sum")  # outside of a model
+
+
+@jax.jit
+def multiply(x, w):
+    return x @ w
+
+
+def of_itself(x, w):
+    return multiply(multiply(x, w), jnp.tanh(w)) + x @ w
+
+
+JITTED = {"of itself": of_itself, "matvec": lambda x, w: jnp.matvec(w, x),
+          "vecdot": lambda x, w: jnp.vecdot(x[:, None], w)}  # fmt: skip
+
+
+@pytest.mark.parametrize("product", JITTED.values(), ids=JITTED)
+def test_a_jit_that_is_called_in_every_run_keeps_no_weight(product):
+    class Module(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jax.random.normal(jax.random.key(3), SQUARE))
+
+        def __call__(self, x):
+            return product(x, self.w[...])
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return product(x, self.param("w", nn.initializers.normal(1.0), SQUARE))
+
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    served = mt.quantize_model(Module(), provider, X)
+    assert isinstance(served.w, mt.WithAux)
+    np.testing.assert_allclose(served(X), Module()(X), atol=0.2)
+    variables = Layer().init(jax.random.key(0), X)
+    served, codes = mt.quantize_variables(Layer(), provider, variables, X)
+    served.init(jax.random.key(1), X)  # other weights
+    wanted = Layer().apply(variables, X)
+    np.testing.assert_allclose(served.apply(codes, X), wanted, atol=0.2)
+
+
+def test_a_jit_that_is_called_in_every_run_keeps_no_adapters():
+    class Module(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jax.random.normal(jax.random.key(3), SQUARE))
+
+        def __call__(self, x):
+            return multiply(x, self.w[...])
+
+    provider = mt.LoraProvider(rank=2, alpha=2.0)
+    model = mt.apply_lora_to_model(Module(), provider, X, rngs=nnx.Rngs(0))
+    before = model(X)
+    model.w_lora_b[...] = jnp.ones((2, 8))
+    wanted = before + X @ model.w_lora_a[...] @ model.w_lora_b[...]
+    np.testing.assert_allclose(model(X), wanted, rtol=1e-5, atol=1e-5)

@@ -180,6 +180,35 @@ def test_a_weight_of_unknown_origin_is_told_of():
     assert "neither operand is one" in rows[0].reason
 
 
+@pytest.mark.parametrize("act_qtype", [None, "int8"])
+def test_a_stack_that_a_scan_takes_apart_is_told_of(act_qtype):
+    class Scans(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.stack = nnx.Param(jax.random.normal(jax.random.key(0), (3, 8, 8)))
+
+        def __call__(self, x):
+            layer = lambda x, w: (jnp.tanh(x @ w), None)
+            return jax.lax.scan(layer, self.first(x), self.stack[...])[0]
+
+    rule = mt.QuantizationRule(weight_qtype="int8", act_qtype=act_qtype)
+    with pytest.warns(UserWarning, match="stay float: stack, .*a jit, scan or"):
+        mt.quantize_model(Scans(), mt.PtqProvider([rule]), jnp.ones((2, 8)))
+
+
+def test_a_vector_that_a_weight_is_computed_from_is_told_of():
+    class Diagonal(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.scale = nnx.Param(jnp.ones(8))
+
+        def __call__(self, x):
+            return self.first(x) @ jnp.diag(self.scale[...])
+
+    with pytest.warns(UserWarning, match="stay float: scale"):
+        mt.quantize_model(Diagonal(), mt.PtqProvider([RULE]), jnp.ones((2, 8)))
+
+
 def test_a_weight_rule_that_quantizes_nothing_is_told_of():
     class Adds(nnx.Module):
         def __init__(self):

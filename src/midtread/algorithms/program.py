@@ -29,7 +29,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from midtread.algorithms.weight import Axes
-from midtread.model import flaxlib, intercept
+from midtread.model import donation, flaxlib, intercept
 from midtread.model.function import quantize_function
 from midtread.model.provider import QuantizationProvider
 from midtread.model.quantize import quantize_model, split_arrays
@@ -235,8 +235,9 @@ def _nnx_run(model: nnx.Module, marker: Marker, method: str, call: tuple):
         state = nnx.from_flat_state(
             {path: boxes[path].replace(value) for path, value in flat.items()}
         )
+        merged = donation.rebind(model, nnx.merge(graph, state, rest))
         marked = quantize_model(
-            nnx.merge(graph, state, rest), marker, *inputs, donate=True,
+            merged, marker, *inputs, donate=True,
             methods=(method,), skip_nnx_init=True, **named_inputs,
         )  # fmt: skip
         return getattr(marked, method)(*args, **kwargs)

@@ -27,7 +27,7 @@ from midtread.ops.lookup import look_up
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["how"]
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WithAux:
     """A quantized parameter in a model's parameter tree, with the Spec that made it.
 
@@ -68,7 +68,9 @@ class WithAux:
     def replace(self, **changes) -> "WithAux":
         return dataclasses.replace(self, **changes)
 
-    def astype(self, dtype) -> "WithAux":
+    def astype(self, dtype, copy: bool = False, device: Any = None) -> Any:
+        if device is not None:
+            return self.__jax_array__().astype(dtype, copy=copy, device=device)
         cast = flaxlib.unbox(self.array).astype(dtype)
         return self.replace(array=flaxlib.like(self.array, cast))
 
@@ -142,10 +144,28 @@ class WithAux:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else an array has, `w.sum()` or `w.at`: of its values, while a model runs."""
+        if name.startswith("_") or not hasattr(jax.Array, name) or not _serving():
+            raise AttributeError(f"a WithAux has no attribute {name!r}.")
+        return getattr(self.__jax_array__(), name)
+
+    def __eq__(self, other: object) -> Any:
+        if not _serving():
+            return self is other
+        return self.__jax_array__() == other
+
+    def __ne__(self, other: object) -> Any:
+        if not _serving():
+            return self is not other
+        return self.__jax_array__() != other
+
+    __hash__ = object.__hash__
+
     def __jax_array__(self) -> jax.Array:
         """Its values, for what is no matmul in a model under a provider that serves: there
         functions of a parameter are computed."""
-        serving = [a for a in running.here.active if "promote_dtype" in a.handlers]
+        serving = _serving()
         if not serving:
             self.__array__()
         array = flaxlib.unbox(self.array)
@@ -168,6 +188,11 @@ class WithAux:
 
     def __matmul__(self, other: Any) -> Any:
         return jnp.matmul(self, other)
+
+
+def _serving() -> list[running.Call]:
+    """Returns the calls at work whose provider serves boxes."""
+    return [a for a in running.here.active if "promote_dtype" in a.handlers]
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -198,7 +223,8 @@ def _of_values(name: str) -> Callable:
 
 
 for _name in ("neg", "pos", "abs", "add", "sub", "mul", "truediv", "floordiv", "mod",
-              "pow", "radd", "rsub", "rmul", "rtruediv", "rpow"):  # fmt: skip
+              "pow", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "divmod",
+              "rdivmod", "lt", "le", "gt", "ge"):  # fmt: skip
     setattr(WithAux, f"__{_name}__", _of_values(f"__{_name}__"))
 
 nnx.register_data_type(WithAux)

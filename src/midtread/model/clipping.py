@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import running
+from midtread.model import donation, running
 from midtread.model.quantize import quantize_model, split_arrays
 from midtread.numerics.calibration import Range
 from midtread.ops import witness
@@ -105,7 +105,8 @@ def _nnx(model, provider, method, batch, variables) -> Callable:
 
     def run(arrays, rebuild):
         def call(state, arrays):
-            return getattr(nnx.merge(graph, state), method)(*rebuild(arrays)[0])
+            again = donation.rebind(served, nnx.merge(graph, state))
+            return getattr(again, method)(*rebuild(arrays)[0])
 
         return jax.jit(call)(state, arrays)
 

@@ -8,7 +8,9 @@ quantizing fails before a weight was turned, the old modules get back what they 
 """
 
 import functools
+import operator
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +34,7 @@ class Donation:
 
     def __init__(self, model: nnx.Module):
         old = dict(nnx.iter_modules(model))
-        self.model = _rebind(model, nnx.merge(*nnx.split(model)))
+        self.model = rebind(model, nnx.merge(*nnx.split(model)))
         self._new = dict(nnx.iter_modules(self.model))
         self._kinds = {path: _kinds(module) for path, module in self._new.items()}
         used_up: dict[type, type] = {}
@@ -59,12 +61,12 @@ class Donation:
 
 def copy(model: nnx.Module) -> nnx.Module:
     """Returns a model with Variables of its own over the same arrays."""
-    return _rebind(model, nnx.clone(model))
+    return rebind(model, nnx.clone(model))
 
 
-def _rebind(old: nnx.Module, new: nnx.Module) -> nnx.Module:
-    """Has methods and partials among the attributes of `new`, a rebuilt `old`, call modules of
-    `new`: Flax keeps them as they are when it rebuilds a model."""
+def rebind(old: nnx.Module, new: nnx.Module) -> nnx.Module:
+    """Has methods, partials and functions among the attributes of `new`, a rebuilt `old`, call
+    modules of `new`: Flax keeps them as they are when it rebuilds a model."""
     rebuilt = dict(nnx.iter_modules(new))
     twins = {id(m): rebuilt[path] for path, m in nnx.iter_modules(old)}
     for module in rebuilt.values():
@@ -89,19 +91,64 @@ def _holds_arrays(value: Any) -> bool:
     return any(are_arrays) and not any(isinstance(x, nnx.Pytree) for x in others)
 
 
-def _rebound(value: Any, twins: dict[int, nnx.Module]) -> Any:
-    """Returns a method of an old module, alone or in a partial, as one of its twin."""
-    if isinstance(value, types.MethodType) and id(value.__self__) in twins:
-        return types.MethodType(value.__func__, twins[id(value.__self__)])
+def _rebound(value: Any, twins: dict[int, nnx.Module], inside: tuple = ()) -> Any:
+    """Returns `value` with the twin of each old module that is reached through it."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if id(value) in inside:  # a function that calls itself
+        return value
+    parts, build = _apart(value)
+    again = [_rebound(part, twins, (*inside, id(value))) for part in parts]
+    return value if all(map(operator.is_, again, parts)) else build(again)
+
+
+def _apart(value: Any) -> tuple[list, Callable[[list], Any]]:
+    """Returns (what a method, a partial, a function or a container holds, a function that makes
+    the like of it from others)."""
+    if isinstance(value, types.MethodType):
+        return [value.__self__], lambda parts: types.MethodType(value.__func__, *parts)
     if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-        again = [twins.get(id(part), _rebound(part, twins)) for part in parts]
-        if all(a is b for a, b in zip(again, parts)):
-            return value
-        func, *args = again
-        given, named = args[: len(value.args)], args[len(value.args) :]
-        return functools.partial(func, *given, **dict(zip(value.keywords, named)))
-    return value
+        names, num_args = list(value.keywords), len(value.args)
+
+        def call(parts):
+            func, args, named = parts[0], parts[1 : 1 + num_args], parts[1 + num_args :]
+            return functools.partial(func, *args, **dict(zip(names, named)))
+
+        return [value.func, *value.args, *value.keywords.values()], call
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _closed_over(value)
+    if type(value) in (list, tuple):
+        return list(value), type(value)
+    if type(value) is dict:
+        return list(value.values()), lambda parts: dict(zip(value, parts))
+    return [], lambda parts: value
+
+
+def _closed_over(function: types.FunctionType) -> tuple[list, Callable[[list], Any]]:
+    """Returns what `_apart` does, of the variables around a lambda or an inner function."""
+    cells = function.__closure__ or ()
+    full = [cell for cell in cells if cell != types.CellType()]
+    held = [cell.cell_contents for cell in full]
+
+    def build(parts):
+        changed = {
+            id(cell): types.CellType(new)
+            for cell, was, new in zip(full, held, parts)
+            if new is not was
+        }
+        again = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(changed.get(id(cell), cell) for cell in cells),
+        )
+        again.__kwdefaults__ = function.__kwdefaults__
+        functools.update_wrapper(again, function)
+        del again.__wrapped__  # it would keep the old model
+        return again
+
+    return held, build
 
 
 def _used_up(cls: type) -> type:

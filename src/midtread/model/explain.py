@@ -27,7 +27,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.kernels.environment import DEVICES, here, implementation
-from midtread.model import adopt, flaxlib
+from midtread.model import adopt, donation, flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.clipping import clipped
 from midtread.model.coverage import Coverage, Param
@@ -159,11 +159,11 @@ def _trace_nnx(model, provider, method, inputs, kwargs, seen):
     sizes = []
 
     def run(state, arrays):
-        model = nnx.merge(graph, state)
+        merged = donation.rebind(model, nnx.merge(graph, state))
         args, named = rebuild(arrays)
-        sizes.append(_sizes(_flat_module(model)))
-        model = quantize_model(
-            model,
+        sizes.append(_sizes(_flat_module(merged)))
+        merged = quantize_model(
+            merged,
             provider,
             *args,
             methods=(method,),
@@ -171,9 +171,9 @@ def _trace_nnx(model, provider, method, inputs, kwargs, seen):
             rngs=nnx.Rngs(0) if provider.needs_rngs() else None,
             **named,
         )
-        sizes.append(_sizes(_flat_module(model)))
+        sizes.append(_sizes(_flat_module(merged)))
         with witness.watched(seen):
-            getattr(model, method)(*args, **named)
+            getattr(merged, method)(*args, **named)
 
     jaxpr = jax.make_jaxpr(run)(state, arrays).jaxpr
     return jaxpr, _params(*sizes[-2:])

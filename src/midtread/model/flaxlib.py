@@ -102,7 +102,7 @@ def value_at(obj: Any, path: tuple) -> Any:
             return None
         if isinstance(obj, Mapping):
             obj = obj.get(key)
-        elif isinstance(obj, list | nnx.List) and isinstance(key, int):
+        elif isinstance(obj, list | tuple | nnx.List) and isinstance(key, int):
             obj = obj[key] if 0 <= key < len(obj) else None
         else:
             obj = getattr(obj, key, None)
@@ -275,7 +275,7 @@ def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -
     else:
         kind = _VARIABLES.get(collection) or nnx.variable_type_from_name(collection)
         var = kind(init())
-        setattr(module, name, var)
+        add(module, name, var)
     stored = _shapes(lambda: flax.core.unfreeze(read(var)))
     if stored != _shapes(init):
         raise ValueError(
@@ -326,8 +326,21 @@ def param(
                 "(with the float model's quant_stats, for static scales)."
             ) from None
     if not hasattr(module, name):
-        setattr(module, name, jax.tree.map(kind, init()))
+        add(module, name, jax.tree.map(kind, init()))
     return getattr(module, name)
+
+
+def add(module: nnx.Module, name: str, value: Any) -> None:
+    """Adds an attribute to an NNX module, for what a provider keeps beside a weight."""
+    try:
+        setattr(module, name, value)
+    except flax.errors.TraceContextError:
+        raise ValueError(
+            f"{path_of(module)!r}: {name} is to be kept beside a weight that is multiplied by "
+            "inside a jax.jit (or scan, or checkpoint) of the model's own, where a module "
+            "cannot change. Use nnx.jit and its like there, and pass the module, or leave "
+            "the layer out with a rule before: mt.QtRule(module_path=...)."
+        ) from None
 
 
 def check_shapes(module: Any, name: str, init: Callable[[], Any]) -> None:

@@ -133,10 +133,10 @@ def abstract_call(model: nnx.Module, method: str, inputs: tuple, kwargs: dict):
     graph, state = nnx.split(model)
 
     def run(state, arrays):
-        model = nnx.merge(graph, state)
+        again = donation.rebind(model, nnx.merge(graph, state))
         args, named = rebuild(arrays)
-        getattr(model, method)(*args, **named)
-        graph_out, state_out = nnx.split(model)
+        getattr(again, method)(*args, **named)
+        graph_out, state_out = nnx.split(again)
         run.graph = graph_out
         return state_out
 

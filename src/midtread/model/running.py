@@ -59,6 +59,12 @@ def cache_number(provider: Any) -> int:
     return provider._cache_number
 
 
+def keep_no_trace(provider: Any) -> None:
+    """Has jit use none of the traces made for a provider so far, that under way included: it
+    reads arrays of the model which are not among its arguments and may be others next time."""
+    provider._cache_number = next(_numbers)
+
+
 def _trace_state() -> Any:
     """Returns something that is equal in one and the same trace."""
     return jax.extend.core.get_opaque_trace_state(convention="flax")

@@ -179,3 +179,11 @@ def origin_is_hidden(x: Any, params: Mapping[str, Any]) -> bool:
         return False
     traces = [running.entry_trace(), *map(intercept.trace_of, params.values())]
     return not any(intercept.trace_of(x) is trace for trace in traces)
+
+
+def is_argument(module: Any, weight: Any) -> bool:
+    """Whether a weight of a module, in codes or not, came into a jit inside the model as an
+    argument: what else of the module is read there, the jit's trace would keep."""
+    array = flaxlib.unbox(getattr(weight, "array", weight))
+    *_, first = intercept.ancestors(getattr(array, "qvalue", array))
+    return origin_is_hidden(first, flaxlib.params_of(module))

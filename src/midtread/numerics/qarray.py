@@ -201,7 +201,7 @@ class QArray:
     def __eq__(self, other: object) -> Any:
         """Compares what the codes stand for element by element, as arrays compare.
         Placeholders (shapes, block specs) are equal as a whole or not."""
-        if not isinstance(self.qvalue, jax.Array):
+        if not isinstance(self.qvalue, jax.Array | np.ndarray):
             return isinstance(other, QArray) and self._fields() == other._fields()
         return dequantize(self) == (
             dequantize(other) if isinstance(other, QArray) else other

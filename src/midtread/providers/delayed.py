@@ -317,7 +317,7 @@ def _variables(module: Any, op_id: str, length: int) -> Mapping[str, jax.Array]:
     else:
         name = f"{op_id}{COLLECTION}"
         if not hasattr(module, name):
-            setattr(module, name, AmaxState(first()))
+            flaxlib.add(module, name, AmaxState(first()))
         arrays = getattr(module, name).arrays()
     shape = arrays["input_amax_history"].shape
     if shape != (length,):

@@ -63,13 +63,19 @@ class FloatWeights:
     def text(self, model: Any, rules: Sequence[QuantizationRule]) -> str:
         """Says which weights of the model stay float, and what to do; '' if none does."""
         texts = []
-        left = {
+        float_params = {
             "/".join(map(str, path)): tuple(param.shape)
             for path, param in flaxlib.all_params(model)
-            if not isinstance(param, WithAux | QArray) and len(param.shape) > 1
+            if not isinstance(param, WithAux | QArray)
         }
-        names = [name for name in self.reasons if name in left]
-        if names:
+        left = {name: shape for name, shape in float_params.items() if len(shape) > 1}
+        computed = [
+            name
+            for name in self.reasons
+            if name in float_params and name not in self._bridged
+        ]
+        # A vector is a weight where nothing else is: else it scales one, or centres it.
+        if names := [name for name in computed if name in left] or computed:
             texts.append(
                 f"weights that stay float: {', '.join(names)}. What is multiplied "
                 f"{self.reasons[names[0]]} them: codes follow casts, reshapes, "
@@ -91,7 +97,7 @@ class FloatWeights:
             if names:
                 texts.append(
                     f"weights that stay float: {', '.join(names)}, or arrays of that shape. "
-                    f"They reach a matmul in {path!r} as arguments of a jit or shard_map, "
+                    f"They reach a matmul in {path!r} as arguments of a jit, scan or shard_map, "
                     "where nobody knows whose they are: pass the module, or let the "
                     "function close over the parameter"
                 )
@@ -120,7 +126,10 @@ def _num_shards() -> int:
 
 
 def _is_shard(part: tuple[int, ...], shape: tuple[int, ...], shards: int) -> bool:
-    """Whether an array of shape `part` can be a shard, of so many, of one of `shape`."""
+    """Whether an array of shape `part` can be a shard, of so many, of one of `shape`, or one
+    matrix of a stack of that shape, which a scan takes one after the other."""
+    if len(part) > 1 and part == shape[1:]:
+        return True
     if len(part) != len(shape) or 0 in part:
         return False
     cut = [divmod(whole, one) for whole, one in zip(shape, part)]

@@ -35,7 +35,7 @@ from midtread.model import flaxlib, intercept, origins, running
 from midtread.model.boxes import WithAux
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names, named_fields
-from midtread.model.weights import ADAPTERS, origin_is_hidden, turn_of
+from midtread.model.weights import ADAPTERS, is_argument, origin_is_hidden, turn_of
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
@@ -265,8 +265,13 @@ class LoraProvider(PtqProvider):
         rule = self._rule_for(op)
         if not isinstance(rule, LoraRule):
             return None
-        weight = _weight_of(self, intercept.current_module(), x)
-        return None if weight is None else (rule, *weight)
+        module = intercept.current_module()
+        weight = _weight_of(self, module, x)
+        if weight is None:
+            return None
+        if is_argument(module, x):  # adapters are none
+            running.keep_no_trace(self)
+        return rule, *weight
 
     def _correct(
         self,

@@ -26,7 +26,7 @@ from midtread.model.moves import Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import note_given, outer_module
+from midtread.model.weights import is_argument, note_given, outer_module
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -265,10 +265,10 @@ class PtqProvider(QuantizationProvider):
         """The model's own module where `module` is a stand-in for it that a transform made,
         unless it holds one layer of many."""
         outer = outer_module(running.call_of(self), module)
-        if outer is module:
+        theirs, ours = (flaxlib.params_of(m).get(name) for m in (outer, module))
+        if theirs is None or ours is None:  # of another model, or a box by now
             return module
-        theirs, ours = (flaxlib.params_of(m)[name].shape for m in (outer, module))
-        return outer if theirs == ours else module
+        return outer if theirs.shape == ours.shape else module
 
     def _quantize_param(
         self, source: Source, x: jax.Array, spec: Spec
@@ -279,6 +279,8 @@ class PtqProvider(QuantizationProvider):
         param = flaxlib.params_of(module).get(name)
         if param is None:  # a box by now: met twice in this op
             return quantize_by_spec(x, spec)
+        if is_argument(module, x):
+            running.keep_no_trace(self)
         kept = stored(spec, param.shape, moves)
         if kept is None:
             self._float.note(module, name, "cuts the tiles or scales of")
