@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import midtread as mt
 from midtread.interop.qwix import contrib, qep
@@ -70,6 +71,35 @@ def test_two_passes(name, key):
         size = jnp.mean(jnp.abs(x), axis=0)[:, None]
         cost = lambda q: float(jnp.sum((size * (dequantize(q) - w)) ** 2))
         assert cost(q) <= cost(plain["up"]["kernel"].array)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_passes_of_an_nnx_model(name, key):
+    rule, provider, quantize_params = CASES[name]
+    formats = {"weight_qtype": "int4", "act_qtype": "int8" if name == "sq" else None}
+    x = jax.random.normal(key, (64, 16)) * jnp.linspace(1, 9, 16)
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    seen = mt.quantize_model(model, provider([rule(**formats)]), x)
+    assert int(getattr(seen, f"kernel_{name}")["count"]) == 0
+    np.testing.assert_allclose(seen(x), model(x), rtol=1e-3, atol=1e-4)
+    stats = nnx.to_pure_dict(nnx.state(seen, mt.QuantStat))
+    assert int(stats[f"kernel_{name}"]["count"]) == 1
+
+    served = mt.quantize_model(
+        model, mt.PtqProvider([mt.QuantizationRule(**formats)]), x
+    )
+    plain = served(x)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    made = quantize_params(params, served, stats)["kernel"]
+    if name == "sq":  # a box; the others are dicts
+        served.kernel = made
+    elif name == "awq":
+        assert made["array"]["pre_scale"].shape == (16, 1)
+        return
+    else:
+        nnx.update(served, {"kernel": made})
+    error = lambda y: float(jnp.sum((y - model(x)) ** 2))
+    assert error(served(x)) < (error(plain) if name == "gptq" else 2 * error(plain))
 
 
 def test_names_are_where_qwix_has_them():

@@ -376,6 +376,17 @@ def test_qat_then_ptq_on_nnx_keeps_the_statistics():
     np.testing.assert_allclose(ptq(X), trained, atol=1e-4)
 
 
+def test_a_provider_of_ones_own_runs_an_nnx_model():
+    class Doubled(mt.QuantizationProvider):
+        def dot_general(self, *args, **kwargs):
+            return 2 * super().dot_general(*args, **kwargs)
+
+    model = nnx.Linear(X.shape[-1], 4, use_bias=False, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(
+        mt.quantize_model(model, Doubled([]), X)(X), 2 * model(X), rtol=1e-6
+    )
+
+
 def test_unused_rules_are_reported():
     rules = [mt.QtRule(module_path="Dense_O", **INT8), mt.QtRule(**INT8)]
     provider = mt.QtProvider(rules)
@@ -385,7 +396,10 @@ def test_unused_rules_are_reported():
         def __call__(self, x):
             return nn.Dense(4)(x)
 
-    with pytest.raises(ValueError, match="not completed yet"):
+    # as Qwix has it, word for word, and a little more
+    with pytest.raises(
+        ValueError, match="not completed yet. Please call `quantize_model`"
+    ):
         provider.get_unused_rules()
     with pytest.warns(
         UserWarning, match=r"module_path='Dense_O'; paths near it: \['Dense_0'\]"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from midtread.numerics import views
 from midtread.numerics.qarray import QArray, dequantize, quantize, validate
 from midtread.numerics.spec import Spec
 from tests.support import f64, mesh, quantize_in_jit
@@ -481,3 +482,8 @@ def test_tiles_that_straddle_shards_are_answered_with_what_to_write():
             quantize(w, "int4", **tiled)
         w = jax.device_put(jnp.ones((16, 8)), rows)
         assert quantize(w, "int4", **tiled).scale.shape == (4, 8)
+
+
+def test_extents_of_which_neither_divides_the_other_are_named():
+    with pytest.raises(ValueError, match=r"Cannot broadcast .*: of 3 and 4 neither"):
+        views.broadcast_with(jnp.add, jnp.ones((2, 3)), jnp.ones((2, 4)))

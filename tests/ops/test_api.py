@@ -186,6 +186,19 @@ def test_ragged_dot(experts, method, key):
         )
 
 
+@pytest.mark.parametrize("left", ["absmax", "minmax"])
+@pytest.mark.parametrize("right", ["absmax", "minmax"])
+@pytest.mark.parametrize("axes", [((), ()), ((0,), (0, 2))], ids=["tensor", "channel"])
+def test_zero_points_of_a_ragged_dot_meet_their_own_groups(left, right, axes, key):
+    x = jax.random.uniform(key, (16, 32)) + 1.0
+    w = jax.random.normal(key, (3, 32, 8)) + jnp.arange(3.0)[:, None, None]
+    qx = mt.quantize(x, "int8", channelwise_axes=axes[0], calibration_method=left)
+    qw = mt.quantize(w, "int8", channelwise_axes=axes[1], calibration_method=right)
+    sizes = jnp.array([7, 0, 6])  # three rows are in no group
+    expected = lax.ragged_dot(mt.dequantize(qx), mt.dequantize(qw), sizes)
+    np.testing.assert_allclose(mt.ragged_dot(qx, qw, sizes), expected, rtol=1e-4, atol=1e-3)  # fmt: skip
+
+
 def test_ragged_dot_general_sums_rows(key):
     x, y = jax.random.normal(key, (12, 4)), jax.random.normal(key, (12, 6))
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 pytest.importorskip("qwix", reason="the peer of this folder")
 
+import qwix
 from qwix._src.core import qarray as theirs
 from qwix.contrib import awq_core, calibration, gptq_core, qep_core, smooth_quant
 
-from midtread.interop.qwix import arrays, solvers
+import midtread as mt
+from midtread.interop.qwix import arrays, contrib, solvers
 from midtread.numerics.qarray import dequantize
 
 
@@ -71,6 +74,26 @@ def test_awq_and_smooth_core(layer):
         solvers.compute_scales_ratio(act, weight, 0.6),
         smooth_quant.compute_scales_ratio(act, weight, 0.6),
     )
+
+
+@pytest.mark.filterwarnings("ignore:'VariableState'")  # Qwix's own
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+@pytest.mark.parametrize("act", ["int8", "int4"])
+def test_statistics_of_smooth_quant(layer, alpha, act, key):
+    x = layer[1].T
+    params = nn.Dense(8).init(key, x)
+    formats = {"weight_qtype": "int4", "act_qtype": act, "alpha": alpha}
+
+    def statistics(library, module):
+        provider = module.SqCalibrationProvider([module.SqRule(**formats)])
+        seen = library.quantize_model(nn.Dense(8), provider)
+        held = seen.apply(params, x, mutable=["quant_stats"])[1]
+        return held["quant_stats"]["kernel_sq"]
+
+    theirs, ours = statistics(qwix, smooth_quant), statistics(mt, contrib)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-5)
 
 
 def test_qep_core(layer):

@@ -157,6 +157,13 @@ class QuantizationProvider:
         methods = {path(n): getattr(self, n) for n in self.ops if hasattr(self, n)}
         return {**methods, path("current_rule"): self._rule_for}
 
+    def prepare_nnx(self, model: Any, method: str, inputs, kwargs, rngs: Any) -> None:
+        """Adds to an NNX model what its first run would: the statistics, at zero."""
+        from midtread.model.quantize import abstract_call  # which imports this file
+
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
+        flaxlib.add_statistics(model, abstract_call(model, method, inputs, kwargs))
+
     def surroundings(self) -> contextlib.AbstractContextManager:
         """Returns a context that is entered around every call of the model."""
         return contextlib.nullcontext()
@@ -348,8 +355,8 @@ class QuantizationProvider:
         """Returns the rules that have matched no op so far."""
         if not self._initial_run_complete:
             raise ValueError(
-                "Quantization is not completed yet: call quantize_model, and for a Linen model "
-                "init or apply, before get_unused_rules."
+                "Quantization is not completed yet. Please call `quantize_model` before calling "
+                "`get_unused_rules`, and for a Linen model its init or apply."
             )
         return [r for r, count in zip(self._rules, self._rule_matches) if not count]
 

@@ -185,5 +185,5 @@ def is_argument(module: Any, weight: Any) -> bool:
     """Whether a weight of a module, in codes or not, came into a jit inside the model as an
     argument: what else of the module is read there, the jit's trace would keep."""
     array = flaxlib.unbox(getattr(weight, "array", weight))
-    *_, first = intercept.ancestors(getattr(array, "qvalue", array))
+    *_, first = origins.ancestors(getattr(array, "qvalue", array))
     return origin_is_hidden(first, flaxlib.params_of(module))

@@ -57,7 +57,10 @@ def broadcast_with(op: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
             x_parts += [n, 1]
             y_parts += [n, m // n]
         else:
-            raise ValueError(f"{x.shape} and {y.shape} do not broadcast by tiles.")
+            raise ValueError(
+                f"Cannot broadcast {x.shape} and {y.shape}: of {n} and {m} neither is a "
+                "multiple of the other."
+            )
     return op(x.reshape(x_parts), y.reshape(y_parts)).reshape(out)
 
 

@@ -55,6 +55,15 @@ class Ragged(Contraction):
                 part = jnp.take(part, self._group_of_row(), axis=axis)
         return lay_over(part, labels, self.out)
 
+    def ones(self, operand, side):
+        """Returns ones for every row: rows of different groups meet different matrices."""
+        few = super().ones(operand, side)
+        shape = [
+            n if x == self.rows else m
+            for x, n, m in zip(self.labels(side), operand.shape, few.shape)
+        ]
+        return jnp.ones(shape, operand.dtype)
+
     def _group_of_row(self) -> jax.Array:
         """Returns the group of each row; rows beyond all groups count to the last."""
         ends = jnp.cumsum(self.sizes)

@@ -28,7 +28,6 @@ import numpy as np
 from midtread.kernels import xla
 from midtread.model import everyop, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider
-from midtread.model.quantize import abstract_call
 from midtread.model.rules import QuantizationRule, field_names, recipe_of
 from midtread.numerics.calibration import Average
 from midtread.numerics.formats import as_format
@@ -228,11 +227,6 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         if self.fixed_outputs is not None:
             self._edges[x] = dataclasses.replace(edge, fixed=self.fixed_outputs)
         return self._quantized(x, None, op_id)
-
-    def prepare_nnx(self, model, method, inputs, kwargs, rngs) -> None:
-        """Adds the statistics that a first run would, at zero."""
-        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        flaxlib.add_statistics(model, abstract_call(model, method, inputs, kwargs))
 
     # --- edges --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 
     gptq            codes by error feedback             stat: the mean of X X^T over calls
     awq             a factor per input, by a grid       stat: the mean of mean |x|
-    smooth_quant    a factor per input, by ranges       stat: the mean of the factors
+    smooth_quant    a factor per input, by ranges       stat: the means of them and of 1 / them
 
 Where Qwix keeps factors in boxes of their own and divides the dequantized weight at every
 call, here they are the QArray's `pre_scale`, so its inference providers are PtqProvider.
@@ -24,6 +24,7 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from midtread.algorithms import gptq, smooth
 from midtread.algorithms.weight import Axes, over_inputs
@@ -33,6 +34,7 @@ from midtread.model.provider import QuantizationProvider
 from midtread.model.rules import QuantizationRule, field_names
 from midtread.model.weights import find_param, turn_of
 from midtread.numerics.calibration import Average
+from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, is_float, quantize_by_spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
@@ -159,9 +161,12 @@ class SqCalibrationProvider(CalibrationProvider):
     honours = field_names(SqRule)
 
     def compute_stats(self, lhs: jax.Array) -> dict[str, jax.Array]:
-        largest = jnp.max(jnp.abs(lhs), axis=1)[None]
-        factors = smooth.smooth(self._weight, largest, alpha=self._rule.alpha)
-        return {"factor": factors[0]}
+        largest, rule = jnp.max(jnp.abs(lhs), axis=1)[None], self._rule
+        factors = smooth.smooth(self._weight, largest, alpha=rule.alpha)[0]
+        if rule.act_qtype is not None:  # Qwix divides scales, not ranges
+            x, w = as_format(rule.act_qtype).bound, as_format(rule.weight_qtype).bound
+            factors *= x**rule.alpha / w ** (1 - rule.alpha)
+        return {"sq_scale": 1 / factors, "inv_sq_scale": factors}
 
     def get_stats_suffix(self) -> str:
         return "_sq"
@@ -170,7 +175,8 @@ class SqCalibrationProvider(CalibrationProvider):
 def _calibrated(
     params, abstract, stats, suffix: str, solve: Callable, allow_extra_params: bool
 ) -> Any:
-    """Parameters solved for where there are statistics, and rounded elsewhere."""
+    """Parameters solved for where there are statistics, and rounded elsewhere: boxes, and of
+    an NNX model, except with SmoothQuant, dicts as in Qwix; nnx.update takes GPTQ's."""
     made = rounded_params(params, abstract, allow_extra_params=allow_extra_params)
     flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(params))
     out = flax.traverse_util.flatten_dict(made)
@@ -192,6 +198,8 @@ def _calibrated(
         for part in list(parts):
             del out[part]
         out[path] = box
+    if isinstance(abstract, nnx.Module) and suffix != "_sq":
+        out = nnx.to_pure_dict(nnx.state(out))
     return flax.traverse_util.unflatten_dict(out)
 
 
@@ -249,7 +257,7 @@ def sq_quantize_params(
     """Parameters of a model under PtqProvider, with SmoothQuant's factors as `pre_scale`."""
 
     def solve(w, spec, stat, axes) -> QArray:
-        return _with_factors(w, spec, stat["factor"][None], axes)
+        return _with_factors(w, spec, stat["inv_sq_scale"][None], axes)
 
     return _calibrated(
         params, abstract_quantized_params, sq_quant_stats, "_sq", solve,
