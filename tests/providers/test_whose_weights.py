@@ -209,6 +209,27 @@ def test_a_vector_that_a_weight_is_computed_from_is_told_of():
         mt.quantize_model(Diagonal(), mt.PtqProvider([RULE]), jnp.ones((2, 8)))
 
 
+@pytest.mark.parametrize("hold", [lambda w: {"out": w}, lambda w: [w], lambda w: (w,)])
+def test_weights_in_containers_of_pythons_are_told_of(hold):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.held = nnx.data(hold(nnx.Param(jnp.ones((8, 8)))))
+
+        def __call__(self, x):
+            (w,) = jax.tree.leaves(
+                self.held, is_leaf=lambda x: isinstance(x, nnx.Param)
+            )
+            return self.up(x) @ w[...]
+
+    words = r"stay float: held/(out|0)\. .* hold them in an nnx\.Dict or nnx\.List"
+    with pytest.warns(UserWarning, match=words):
+        quantized = mt.quantize_model(Net(), mt.PtqProvider([RULE]), X)
+    assert isinstance(quantized.up.kernel, mt.WithAux)
+    with pytest.raises(ValueError, match=words):
+        mt.quantize_model(Net(), mt.PtqProvider([RULE], strict=True), X)
+
+
 def test_a_weight_rule_that_quantizes_nothing_is_told_of():
     class Adds(nnx.Module):
         def __init__(self):

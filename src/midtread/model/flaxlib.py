@@ -125,6 +125,21 @@ def params_of(module: Any) -> dict[str, Any]:
     }
 
 
+def params_in_containers(module: nnx.Module) -> dict[str, Any]:
+    """Returns {"experts/0": array} of the parameters in dicts, lists and tuples of Python's that
+    a module holds."""
+    is_leaf = lambda x: isinstance(x, nnx.Variable | nnx.Pytree)
+    out = {}
+    for name, value in vars(module).items():
+        if type(value) not in (dict, list, tuple):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_leaf):
+            if isinstance(leaf, nnx.Param):
+                inner = jax.tree_util.keystr(path, simple=True, separator="/")
+                out[f"{name}/{inner}"] = unbox(leaf)
+    return out
+
+
 class _Roles(dict):
     """What a module's attribute may be, by its class: "param", "tracer", "leaf", which holds
     no modules, or "node", which may. A dict, because tracing a model asks for every attribute

@@ -72,7 +72,8 @@ def note_given(call: Any, module: Any, name: str, param: Any) -> None:
 def params_near(call: Any, module: Any) -> list[dict[int, tuple[Any, Any, str]]]:
     """Returns {id: (array, module that holds it, name)} of what a model can multiply by: what
     Linen gave out in this call, the module's own, and all that an NNX model holds."""
-    known = [call.notes.get("given", {}), _params_by_id(module)]
+    own = _params_by_id(module, flaxlib.params_of(module))
+    known = [call.notes.get("given", {}), own]
     modules: Mapping[int, Any] = {}
     if isinstance(call.model, nnx.Module):
         _, modules, params = _inside(call, call.model)
@@ -97,16 +98,19 @@ def _inside(call: Any, root: nnx.Module) -> _Inside:
         modules = {id(module): module for module in flaxlib.modules_in(root)}
         params = {}
         for module in modules.values():
-            params |= _params_by_id(module)
+            params |= _params_by_id(module, flaxlib.params_in_containers(module))
+            params |= _params_by_id(module, flaxlib.params_of(module))
         asked[id(root)] = _Inside(root, modules, params)
     return asked[id(root)]
 
 
-def _params_by_id(module: Any) -> dict[int, tuple[Any, Any, str]]:
-    """Returns {id: (array, module, name)} of a module's own parameters that are no boxes."""
+def _params_by_id(
+    module: Any, params: Mapping[str, Any]
+) -> dict[int, tuple[Any, Any, str]]:
+    """Returns {id: (array, module, name)} of parameters of a module that are no boxes."""
     return {
         id(array): (array, module, name)
-        for name, param in flaxlib.params_of(module).items()
+        for name, param in params.items()
         if hasattr(array := intercept.unwrap(param), "dtype") and _is_plain(name, param)
     }
 

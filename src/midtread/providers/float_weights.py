@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from midtread.model import flaxlib, origins
 from midtread.model.boxes import WithAux
@@ -33,6 +34,9 @@ class FloatWeights:
     def __init__(self):
         self.reasons: dict[str, str] = {}
         self._bridged: set[str] = set()
+        self._contained: set[str] = (
+            set()
+        )  # paths of weights in Python's dicts and lists
         # path -> (shape, number of shards) of operands whose origin is not known
         self._hidden: dict[str, set[tuple[tuple[int, ...], int]]] = {}
         # index of a weight rule that matched -> (it met a weight, a path where it matched)
@@ -52,8 +56,11 @@ class FloatWeights:
         known = params_near(call, module)
         for x in operands:
             sources = computed_from(call, known, x)
-            for _, owner, name in sources:
-                self.note(owner, name, "is computed from")
+            for array, owner, name in sources:
+                if not _is_contained(owner, name):
+                    self.note(owner, name, "is computed from")
+                elif array.ndim > 1:
+                    self._contained.add(param_path(owner, name))
             *_, last = origins.ancestors(flaxlib.unbox(x))
             if not sources and origin_is_hidden(last, flaxlib.params_of(module)):
                 shape = tuple(x.shape), _num_shards()
@@ -88,6 +95,12 @@ class FloatWeights:
                 "bridged to NNX, whose variables go back to Linen: quantize it as a Linen "
                 "model (mt.quantize_variables), or write its layers in NNX"
             )
+        if names := sorted(self._contained):
+            texts.append(
+                f"weights that stay float: {', '.join(names)}. They are in a dict, list or "
+                "tuple of Python's, where no codes can take their place: hold them in an "
+                "nnx.Dict or nnx.List"
+            )
         for path, seen in self._hidden.items():
             names = [
                 name
@@ -117,6 +130,12 @@ class FloatWeights:
 def param_path(module: Any, name: str) -> str:
     """Returns the path of a parameter, 'encoder/kernel'."""
     return "/".join(filter(None, (flaxlib.path_of(module), name)))
+
+
+def _is_contained(owner: Any, name: str) -> bool:
+    """Whether a parameter is in a dict, list or tuple that an NNX module holds."""
+    is_nnx = isinstance(owner, nnx.Module)
+    return is_nnx and name in flaxlib.params_in_containers(owner)
 
 
 def _num_shards() -> int:

@@ -98,7 +98,9 @@ def _draw_loss(axes: Any, curves: Curves) -> None:
     styles = itertools.cycle(("-", "--", "-.", ":"))  # curves may lie on each other
     for (name, lines), style in zip(curves.items(), styles):
         _draw_curve(axes, name, lines, style)
-    axes.set(xlabel="step", ylabel="loss (nats per token); dots: held out")
+    axes.set(
+        xlabel="step", ylabel="loss (nats per token, running mean); dots: held out"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
 
