@@ -1,5 +1,6 @@
 """Qwix 0.1.8, where we differ on purpose: each test shows that ours is the better one."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import peer
@@ -67,6 +68,17 @@ def test_float16_sums():
         lost = qwix_dot_general.dot_general(*theirs, ROWS_BY_COLUMNS)
     kept = mt.dot_general(*ours, ROWS_BY_COLUMNS)
     assert jnp.isfinite(kept).all() and not jnp.isfinite(lost).all()
+
+
+def test_nan_is_not_lost():
+    """XLA's maximum of many elements drops a NaN on a CPU, and so does Qwix's scale."""
+    x = data(np.random.default_rng(5), (128, 128), "float32").at[3, 5].set(jnp.nan)
+    ours = jax.jit(lambda x: mt.dequantize(mt.quantize(x, "int8")))(x)
+    with peer.manners():
+        theirs = jax.jit(
+            lambda x: qwix_array.dequantize(qwix_array.quantize_api(x, jnp.int8))
+        )(x)
+    assert jnp.isnan(ours).all() and not jnp.isnan(theirs).any()
 
 
 def test_one_bit():
