@@ -71,8 +71,9 @@ def test_trains_as_on_qwix(model, quantization, tmp_path):
     (theirs, _), (ours, _) = train(model, quantization, tmp_path, xla_flags="")
     assert len(ours) == 3 and ours[2] < ours[0]
     assert abs(ours[0] - theirs[0]) <= 5e-6 * theirs[0], (ours, theirs)
+    limit = 1e-3 if (model, quantization) == ("DEEPSEEK", "int8") else 1e-4
     for a, b in zip(ours, theirs):
-        assert abs(a - b) <= 1e-3 * b, (ours, theirs)
+        assert abs(a - b) <= limit * b, (ours, theirs)
 
 
 TOKAMAX = """
