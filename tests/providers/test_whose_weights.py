@@ -209,6 +209,25 @@ def test_a_vector_that_a_weight_is_computed_from_is_told_of():
         mt.quantize_model(Diagonal(), mt.PtqProvider([RULE]), jnp.ones((2, 8)))
 
 
+def test_what_is_computed_from_parameters_is_an_input_beside_a_weight():
+    class Latents(nnx.Module):
+        """Multiplies what it learned itself, and ids that a trace knows, by its weight."""
+
+        def __init__(self):
+            self.latents = nnx.Param(jnp.ones((3, 8)))
+            self.embed = nnx.Embed(4, 8, rngs=nnx.Rngs(0))
+            self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+            self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            ids = self.embed(jnp.arange(3)) + self.latents[...]
+            return self.up(x), self.up(self.norm(ids))
+
+    # A warning is an error here, and strict refuses what there would be one about.
+    served = mt.quantize_model(Latents(), mt.PtqProvider([RULE], strict=True), X)
+    assert isinstance(served.up.kernel, mt.WithAux)
+
+
 @pytest.mark.parametrize("hold", [lambda w: {"out": w}, lambda w: [w], lambda w: (w,)])
 def test_weights_in_containers_of_pythons_are_told_of(hold):
     class Net(nnx.Module):

@@ -151,16 +151,17 @@ class WithAux:
         return getattr(self.__jax_array__(), name)
 
     def __eq__(self, other: object) -> Any:
-        if not _serving():
-            return self is other
-        return self.__jax_array__() == other
+        """Compares values while a model runs, as arrays do; else what the boxes hold."""
+        if _serving():
+            return self.__jax_array__() == other
+        if not isinstance(other, WithAux):
+            return NotImplemented
+        return (self.array, self.how) == (other.array, other.how)
 
     def __ne__(self, other: object) -> Any:
-        if not _serving():
-            return self is not other
-        return self.__jax_array__() != other
+        return self.__jax_array__() != other if _serving() else not self == other
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # arrays have none of their own
 
     def __jax_array__(self) -> jax.Array:
         """Its values, for what is no matmul in a model under a provider that serves: there

@@ -129,11 +129,10 @@ class PtqProvider(QuantizationProvider):
             args = in_jax_order(*args)
         sources = {id(a): self._source(a, not boxed) for a in args if _is_float(a)}
         if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
-            self._note_met(rule, boxed or any(sources.values()))
-            if not boxed:
-                self._note_computed(
-                    [a for a in args if id(a) in sources and not sources[id(a)]]
-                )
+            has_weight = boxed or any(sources.values())
+            self._note_met(rule, has_weight)
+            if not has_weight:  # beside one, what is computed of parameters is an input
+                self._note_computed([a for a in args if id(a) in sources])
         ops = Ops(functools.partial(self._serve, rule, op_id, sources))
         return getattr(ops, name)(*args, **kwargs)
 
