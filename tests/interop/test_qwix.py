@@ -268,3 +268,18 @@ def test_what_is_known_of_an_object():
     models.clear_aux(x)
     with pytest.raises(KeyError, match="under 'a'"):
         models.get_aux(x, "a")
+
+
+def test_a_training_op_called_by_itself_shows_its_matmuls():
+    numbers = (((1,), (0,)), ((), ()))
+    config = matmuls.DotGeneralQtConfig(
+        lhs_qtype="int8",
+        rhs_qtype="int8",
+        dlhs_grad_qtype="int8",
+        drhs_grad_qtype="int8",
+    )
+    loss = lambda x, w: matmuls.dot_general_qt(x, w, numbers, config).sum()
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
+    equations = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, w).eqns
+    dots = [e for e in equations if e.primitive.name == "dot_general"]
+    assert [str(v.aval.dtype) for e in dots for v in e.invars] == ["int8"] * 6

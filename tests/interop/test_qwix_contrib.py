@@ -158,6 +158,8 @@ def test_a_rotated_product_is_the_product_and_the_peers(flips, key):
     np.testing.assert_allclose(ours[0] @ ours[1].T, x @ w.T, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="a power of 2"):
         qep.hadamard_rotate_inputs(x[:, :6], w[:, :6], key, **words)
+    with pytest.raises(ValueError, match="lhs_reduction_dim is .0, 1., but one axis"):
+        qep.hadamard_rotate_inputs(x, w, key, **words | {"lhs_reduction_dim": (0, 1)})
     (theirs,) = peer.load("qwix", "0.1.8", "qwix.contrib.hadamard_rot")
     with peer.manners():
         wanted = theirs.hadamard_rotate_inputs(x, w, key, **words)

@@ -309,12 +309,17 @@ def how_to_quantize():
         ) for side in (True, False)
     ]  # fmt: skip
     info = einsum_info.EinsumInfo.parse("abc,bcd->acd")
-    short = einsum_info.EinsumInfo.parse("...d,dn", ndims=(3, 2))
+    dotted = [
+        einsum_info.EinsumInfo.parse(text, ndims=ndims) for text, ndims in [
+            ("...d,dn", (3, 2)), ("...a,ab->...b", (4, 2)), ("ab,...b->...a", (2, 2)),
+            ("...ab,...bc->...ac", (4, 3)), ("b...c,c...d->b...d", (4, 4)), ("...,a->...a", (1, 1)),
+        ]
+    ]  # fmt: skip
     return [
         (list(h.channelwise_axes), dict(h.tiled_axes), h.calibration_method, str(jnp.dtype(h.qtype)))
         for h in hows
     ], (info.lhs, info.rhs, info.out, info.batch_chars, info.contract_chars,
-        info.dimension_numbers, info.output_perm, len(short.lhs)), dot_general.MIN_TILE_SIZE_TO_DEQUANT_ON_OUTPUT  # fmt: skip
+        info.dimension_numbers, info.output_perm, [repr(i) for i in dotted]), dot_general.MIN_TILE_SIZE_TO_DEQUANT_ON_OUTPUT  # fmt: skip
 
 
 @case

@@ -81,6 +81,23 @@ def train(
     Operands that are QArrays already, or not float, are used as they are and get no
     gradient. The cotangent of `ranges.g`, where it is given, is max |g| of this step.
     """
+    return _train_by(_train_once, c, recipe, lhs, rhs, ranges, key, site)
+
+
+def train_inline(
+    c: Contraction,
+    recipe: Recipe,
+    lhs: Operand,
+    rhs: Operand,
+    ranges: Ranges | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Trains as `train` does. In a jaxpr its matmuls stand by themselves, where `train` has
+    a jit with them inside, which layers that look alike share."""
+    return _train_by(_train_inline, c, recipe, lhs, rhs, ranges, key, "")
+
+
+def _train_by(once, c, recipe, lhs, rhs, ranges, key, site) -> jax.Array:
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
     # Layers that look alike share one trace, gradient included. Only where there is noise
@@ -90,9 +107,9 @@ def train(
     def run() -> jax.Array:
         # Inputs are turned and scaled as a stored weight asks before they are quantized.
         operands = turned_inputs(c, lhs, rhs)
+        arguments = (static, c, *operands, ranges or Ranges(), key)
         # A decoding step has no gradient.
-        compute = _train if pending.is_wanted() else _run
-        return compute(static, c, *operands, ranges or Ranges(), key)
+        return _train(*arguments) if pending.is_wanted() else _run(once, *arguments)
 
     return witness.contraction(c, recipe, lhs, rhs, run)
 
@@ -110,9 +127,9 @@ def _serving(fwd: Fwd) -> Recipe:
     return Recipe(fwd, mask_clipped=False)
 
 
-def _run(*args) -> jax.Array:
+def _run(once, *args) -> jax.Array:
     try:
-        return _train_once(*args)
+        return once(*args)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -413,3 +430,4 @@ def _no_second_order(primals, tangents):
 _learned = jax.custom_vjp(_train, nondiff_argnums=(0,))
 _learned.defvjp(_forward, _backward)
 _train_once = jax.jit(_learned, static_argnums=0)
+_train_inline = jax.jit(_learned, static_argnums=0, inline=True)

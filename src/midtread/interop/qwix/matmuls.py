@@ -7,6 +7,7 @@ the one to use, and the noise of gradients.
 
 import dataclasses
 import functools
+import string
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from midtread.ops.contraction import Contraction
 from midtread.ops.contraction import dot as dot_contraction
 from midtread.ops.engine import Operand
 from midtread.ops.recipe import Recipe
-from midtread.ops.training import Ranges, train
+from midtread.ops.training import Ranges, train_inline
 
 Collect = Callable[[Any], Any]
 
@@ -179,7 +180,8 @@ class EinsumInfo:
             raise NotImplementedError(
                 f'"{einsum_str}" has {len(terms)} operands, not 2.'
             )
-        return cls(*terms, out)
+        new = _letters_of_dots((*terms, out), einsum_str, ranks)
+        return cls(*(term.translate(new) for term in (*terms, out)))
 
     @property
     def contraction(self):
@@ -210,6 +212,16 @@ class EinsumInfo:
         got = [*batch, *alone]
         order = tuple(got.index(x) for x in self.out)
         return None if order == tuple(range(len(order))) else order
+
+
+def _letters_of_dots(
+    terms: Sequence[str], einsum_str: str, ranks: Sequence[int]
+) -> dict[int, str]:
+    """For each label that was made for an ellipsis the one that Qwix has, by opt_einsum: of
+    as many unused letters as an operand has axes the last."""
+    made = sorted({*"".join(terms)} - {*einsum_str})
+    unused = [x for x in string.ascii_letters if x not in einsum_str][: max(ranks)]
+    return dict(zip(map(ord, made), unused[len(unused) - len(made) :]))
 
 
 def sanitize_shape(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -323,7 +335,7 @@ class _Collecting(QtConfig):
                 (self.rhs_collect_quant_stat, recipe.fwd.rhs, rhs, "rhs"),
             )
         ]
-        return train(c, recipe, lhs, rhs, Ranges(*seen), self.key)
+        return train_inline(c, recipe, lhs, rhs, Ranges(*seen), self.key)
 
     @property
     def key(self) -> Any:

@@ -218,8 +218,14 @@ def hadamard_rotate_inputs(
         The turned operands, and a key for the next.
 
     Raises:
-        ValueError: axes of other sizes, no power of two, or signs without a key.
+        ValueError: more than one axis, axes of other sizes, no power of two, or signs without
+            a key.
     """
+    for side, axis in (("lhs", lhs_reduction_dim), ("rhs", rhs_reduction_dim)):
+        if not isinstance(axis, int):
+            raise ValueError(  # noqa: TRY004, as Qwix has it
+                f"{side}_reduction_dim is {axis!r}, but one axis is turned: give its number."
+            )
     sizes = act.shape[lhs_reduction_dim], weight.shape[rhs_reduction_dim]
     n = sizes[0]
     if sizes[0] != sizes[1] or n & (n - 1) or not n:
