@@ -143,6 +143,22 @@ def views():
 
 
 @same
+def sixteen_bits():
+    """Quotients of bfloat16 are rounded to bfloat16 before they are rounded to codes."""
+    x, out = jax.random.normal(jax.random.key(0), (10, 256, 16), jnp.bfloat16), {}
+    for method in ("absmax", "minmax", "fixed,3"):
+        for tiles in ({}, {1: 32}):
+            how = qarray.HowToQuantize(
+                qtype=jnp.int8,
+                channelwise_axes=[0],
+                tiled_axes={} if method == "fixed,3" else tiles,
+                calibration_method=method,
+            )
+            out[f"{method}{len(tiles)}"] = qarray.quantize(x + 1, how)
+    return out
+
+
+@same
 def qarray_functions():
     x = planted(4, (4, 64))
     how = qarray.HowToQuantize(qtype="int8", channelwise_axes=[0], tiled_axes={1: 16})

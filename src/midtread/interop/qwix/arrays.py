@@ -210,10 +210,18 @@ def quantize_with_scale_zero_point(
         raise ValueError(
             f"Expect zero_point shape {scale.shape} but got {zero_point.shape}"
         )
-    how = "nearest" if noise_fn is None else "uniform"
-    return qarray.quantize_to_scale(
-        array, as_format(qtype), scale, zero_point, how, noise_fn
-    )
+    how, fmt = "nearest" if noise_fn is None else "uniform", as_format(qtype)
+    if array.dtype.itemsize > 2:
+        return qarray.quantize_to_scale(array, fmt, scale, zero_point, how, noise_fn)
+    # Qwix rounds the quotient of 16-bit floats to 16 bits before it rounds it to a code.
+    scale = qarray.settled(scale.astype(array.dtype))
+    units = views.broadcast_with(jnp.divide, array, scale)
+    if zero_point is not None:
+        shift = zero_point.astype(array.dtype)
+        units = views.broadcast_with(jnp.add, qarray.settled(units), shift)
+    units = qarray.settled(units).astype(jnp.float32)
+    codes = rounding.encode(units, fmt, how, noise_fn)
+    return QArray(codes, scale, zero_point, fmt.qtype)
 
 
 # --- shapes -----------------------------------------------------------------------------------
