@@ -36,7 +36,24 @@ def _keep_compiled(folder: str) -> None:
         return
     if jax.config.jax_enable_compilation_cache:
         cache = pathlib.Path(folder).expanduser()
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _refuse_cache(folder, error.strerror or str(error))
+            return
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def _refuse_cache(folder: str, why: str) -> None:
+    """Refuses a folder for compiled programs that was asked for; the one that nobody asked
+    for may be missing."""
+    from midtread.lm.config import keys
+    from midtread.lm.usage import require
+
+    require(
+        folder == keys()["jax_cache_dir"].default,
+        f"jax_cache_dir={folder}: {why}. Write another folder, or jax_cache_dir= for none.",
+    )
 
 
 def _train(words: Sequence[str]) -> None:
@@ -87,10 +104,18 @@ def _import(words: Sequence[str]) -> None:
 
 def _quantize(words: Sequence[str]) -> None:
     from midtread.lm import build, convert, settings
+    from midtread.lm.usage import require
     from midtread.report.terminal import Terminal
 
     terminal = Terminal()
-    for path, config in settings.load_checkpoints(words):
+    checkpoints = settings.load_checkpoints(words)
+    one = checkpoints[0][1].save_quantized_params_path
+    require(
+        not one or len(checkpoints) == 1,
+        f"save_quantized_params_path={one} is for one checkpoint, and {len(checkpoints)} "
+        "are given: quantize them one by one, or drop it.",
+    )
+    for path, config in checkpoints:
         folder = convert.quantize(config, path, terminal.say)
         coverage = build.coverage(config, serve=True)
         mode = build.mode(config, serve=True)
@@ -137,11 +162,15 @@ def _eval(words: Sequence[str]) -> None:
     _keep_compiled(checkpoints[0][1].jax_cache_dir)
     judged = evals.evaluate(checkpoints)
     terminal.table(*evals.COLUMNS, rows=evals.rows(judged))
-    for x in judged:
+    for x, (_, config) in zip(judged, checkpoints):
         if x.steps_to_target is not None:
             terminal.say(
                 f"{x.name}: target_loss after {x.steps_to_target} steps, "
                 f"{x.seconds_to_target:.1f} s"
+            )
+        elif config.target_loss:
+            terminal.say(
+                f"{x.name}: no step with target_loss={config.target_loss:g} in its metrics"
             )
 
 
@@ -220,13 +249,13 @@ def _explain(words: Sequence[str]) -> None:
 
     words, options = _options_of_explain(words)
     config = settings.load(words)
+    on = mesh.sizes(config.mesh)
+    if config.mesh:
+        mesh.check(config, on)
     print(build.coverage(config, **options))
     print(f"quantization: {build.mode(config, options.get('serve', False))}")
     model = models.abstract(section(config, Model))
     print(f"{models.parameters(model):,} parameters")
-    on = mesh.sizes(config.mesh)
-    if config.mesh:
-        mesh.check(config, on)
     device = options.get("device")
     if "serve" not in options:
         asked, config = config, room.settle(config, on=on)
@@ -252,6 +281,9 @@ def _options_of_explain(words: Sequence[str]) -> tuple[list[str], dict]:
 
     own = {"kernels": "false", "serve": ""}
     pairs = [w.partition("=")[::2] for w in words]
+    for name in own:
+        times = sum(name == each for each, _ in pairs)
+        require(times < 2, f"{name} is given twice on the command line.")
     own |= {name: text for name, text in pairs if name in own}
     others = [w for w, (name, _) in zip(words, pairs) if name not in own]
     options: dict[str, Any] = {}
@@ -380,6 +412,9 @@ def _main(words: list[str]) -> int:
             print(f"midtread {verb}: {VERBS[verb]}\n{settings.help_text()}")
             print(f"\nshipped configs: {', '.join(settings.shipped())}")
             return 0
+        from midtread.lm import settings
+
+        settings.require_used(verb, rest)
         COMMANDS[verb](rest)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -391,6 +426,11 @@ def _main(words: list[str]) -> int:
         advice = "run `pip install '.[train]'` in Midtread's folder."
         what = f"this needs the package {package}: {advice}" if package else error
         print(f"error: {what}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        if error.filename is None or not error.strerror:
+            raise
+        print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
@@ -143,3 +144,15 @@ def test_weights_inside_loops_of_unknown_length_are_refused():
 
     with pytest.raises(ValueError, match="inside of 'while'"):
         trace(Looped(), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:rules that matched nothing")
+def test_what_cannot_be_searched_is_refused(judged):
+    model, batches = judged
+    for formats in ("int4", []):
+        with pytest.raises(ValueError, match="give a list to choose from"):
+            mt.allocate(model, batches, formats, bits=4)
+    with pytest.raises(ValueError, match="a Linen model needs its variables"):
+        mt.sensitivity(nn.Dense(4), batches)
+    with pytest.raises(ValueError, match="no weight of this model meets a matmul"):
+        mt.bisect(lambda p, x: p["scale"] * x, batches, params={"scale": np.ones(16)})

@@ -102,6 +102,11 @@ def test_mistakes(word, capsys):
     assert MISTAKES[word] in capsys.readouterr().err
 
 
+def test_decoding_is_not_asked_of_training(capsys):
+    assert cli.main(["bench", *TINY, "time=train", "batches=4"]) == 2
+    assert "batches: of decoding, which time=train" in capsys.readouterr().err
+
+
 def test_decoding_is_of_one_device(capsys):
     assert cli.main(["bench", *TINY, "time=decode", "mesh=fsdp:2"]) == 2
     assert "drop the mesh" in capsys.readouterr().err

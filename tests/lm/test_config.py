@@ -10,7 +10,7 @@ import pytest
 
 import midtread as mt
 from midtread import cli
-from midtread.lm import settings
+from midtread.lm import contradictions, settings
 from midtread.lm.config import Config, Model, keys
 from midtread.lm.usage import UsageError
 
@@ -75,6 +75,20 @@ WRONG = {
     "a key alone": (["tiny", "steps"], "write steps=<value>"),
     "sparsity": (["weight_sparsity_n=2"], "weight_sparsity_m"),
     "interpolation": (["run_name=${nothing}"], "nothing"),
+    "a run elsewhere": (["run_name=../a"], "no folder inside base_output_directory=runs"),
+    "a run nowhere": (["run_name="], "no folder inside base_output_directory=runs"),
+    "no end": (["learning_rate=inf"], "learning_rate=inf is out of range: it must be a number"),
+    "no prompt": (["prompt=[]"], "prompt=[] has no beginning: write prompt=<text>"),
+    "no sampling": (["top_k=5", "top_p=0.9"], "top_k=5 and top_p=0.9 mean nothing with temperature=0: write"),
+    "no cache": (["kv_quant_dtype=int4"], "means nothing with quantize_kvcache=false: write quantize_kvcache=true"),
+    "no algorithm": (["calibration_batches=4"], "means nothing with algorithm='': write algorithm=gptq"),
+    "no experts": (["moe_mlp_dim=32"], "means nothing with num_experts=1: write num_experts=8"),
+    "no latent": (["kv_lora_rank=32"], "means nothing with attention_type=gqa: write"),
+    "no pruning": (["weight_sparsity_start_step=3"], "means nothing with weight_sparsity_n=None"),
+    "a format": (["quantization=nf4"], "weight_qtype: nf4}]\"."),
+    "a stretched nothing": (["rope_scaling=foo"], "There are: linear, "),
+    "served twice": (["serve=2", "serve=3"], "serve is given twice"),
+    "a mesh": (["tiny", "mesh=fsdp:7"], "fsdp:7 does not divide emb_dim=32"),
 }  # fmt: skip
 
 
@@ -85,6 +99,57 @@ def test_what_is_wrong_is_said_in_one_line(case, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert expected in error
+
+
+def test_what_a_verb_would_ignore_is_refused(tmp_path, capsys):
+    known = [name for names, _ in contradictions.USED_BY for name in names]
+    assert set(known) <= set(keys()) and len(known) == len(set(known))
+    assert {verb for _, verbs in contradictions.USED_BY for verb in verbs} <= {
+        *cli.VERBS
+    }
+    for verb, word, expected in (
+        ("generate", "learning_rate=1", "train, bench, explain use it. Drop it."),
+        ("generate", "dataset_path=x", "import, quantize, eval, report use it"),
+        ("eval", "temperature=1", "temperature means nothing to `midtread eval`"),
+        ("export", "quantization=int8w", "means nothing to `midtread export`"),
+        ("export", "algorithm=gptq", "quantize uses it"),
+        ("import", "quantization=int8w", "means nothing to `midtread import`"),
+        ("quantize", "run_name=b", "train, import use it"),
+        (
+            "report",
+            "steps=3 --seed=1 --opt_type=lion",
+            "steps and opt_type mean nothing",
+        ),
+    ):
+        assert cli.main([verb, str(tmp_path), *word.split()]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert expected in error
+    settings.require_used("train", [f"{name}=1" for name in keys()])
+
+
+def test_what_is_switched_off_takes_its_keys_along():
+    assert settings.load(["demo", "temperature=0"]).top_k == 0
+    assert settings.load(["tiny-deepseek", "attention_type=gqa"]).kv_lora_rank == 64
+    with pytest.raises(UsageError, match="top_k=5 means nothing with temperature=0"):
+        settings.load(["demo", "temperature=0", "top_k=5"])
+    with pytest.raises(UsageError, match="temperature=cold is not one of its values"):
+        settings.load(["demo", "temperature=cold"])
+
+
+def test_texts_in_a_list_are_texts():
+    config = settings.load(["prompt=[3, yes, def f]", "stop=[1]"])
+    assert config.prompt == ("3", "yes", "def f") and config.stop == ("1",)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["train", "tiny", f"base_output_directory={tmp_path}/file"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "file/run: Not a directory." in error
+    with pytest.raises(UsageError, match="jax_cache_dir=file: Not a directory. Write"):
+        cli._refuse_cache("file", "Not a directory")
+    cli._refuse_cache(Config().jax_cache_dir, "Read-only file system")  # nobody asked
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,10 @@ MISTAKES = {
     "empty": (lambda s: s.prefill({0: []}, 8), "prompt is empty"),
     "no such slot": (lambda s: s.prefill({7: [1]}, 8), "slot 7 is not free"),
     "no token": (lambda s: s.prefill({0: [1, 999]}, 8), "token \\[999\\] of a prompt"),
+    "no whole token": (
+        lambda s: s.prefill({0: [1.5]}, 8),
+        "token \\[1.5\\] of a prompt",
+    ),
     "nothing": (lambda s: s.prefill({0: [1]}, 0), "prefill makes the first token"),
     "no step": (lambda s: s.step(0), "a step makes one token at least"),
 }
@@ -289,6 +293,12 @@ def test_mistakes(net, config, mistake):
     act, message = MISTAKES[mistake]
     with pytest.raises(UsageError, match=message):
         act(served(net, config))
+
+
+def test_no_prompts_are_no_work_and_no_such_cache_is_refused(net, config):
+    assert served(net, config).prefill({}, 8) == {}
+    with pytest.raises(UsageError, match="one of int8, int4, fp8, and what shares"):
+        served(net, config, cache_format=("int2", "dkv"))
 
 
 def test_a_stop_that_is_no_token(net, config):

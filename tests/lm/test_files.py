@@ -90,6 +90,7 @@ BAD = {
         b'{"text": "a"}\n{"text": "b',
         "is cut off within its last line, at byte 14",
     ),
+    "latin.txt": (b"caf\xe9s " * 9, "UTF-8 (`iconv -f latin1 -t utf-8` turns"),
     "wrong.jsonl": (b'{"text": "a"}\n\xff\xfe\n', "is not text: byte 14"),
     "cut.txt": ("word ö".encode()[:-1], "is cut off within its last letter"),
     "binary.txt": (b"\x7fELF\0\0\1", "is not text: byte 4"),

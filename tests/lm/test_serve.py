@@ -31,7 +31,7 @@ from midtread.lm import (
 )
 from midtread.lm.config import Model, section
 from midtread.lm.decode import Sampling, choose
-from midtread.lm.generate import generate
+from midtread.lm.generate import Pieces, generate
 from midtread.lm.manual import manual_quantize
 from midtread.lm.train import train
 from midtread.lm.usage import UsageError
@@ -297,6 +297,47 @@ WRONG = {
         ["generate", "{run}", "quant=[{{act_qtype: int8, act_static_scale: true}}]"],
         "rule 0 ('.*') has act_static_scale",
     ),
+    "nothing to make": (
+        ["generate", "{run}-int8w", "quantization=int4w"],
+        "quantized already, with quantization=int8w: drop quantization=int4w",
+    ),
+    "other groups": (
+        ["eval", "{run}-int8w", "group_size=16"],
+        "quantized already, with group_size=0: drop group_size=16",
+    ),
+    "scales of no mesh": (
+        ["eval", "{run}", "replicate_quant_scale=true"],
+        "about the devices of a mesh",
+    ),
+    "a run is no checkpoint": (
+        [
+            "quantize",
+            "{run}",
+            "quantization=int4w",
+            "save_quantized_params_path={run}",
+            "overwrite=true",
+        ],
+        "{run} is no quantized checkpoint, so overwrite=true does not replace it",
+    ),
+    "one place for two": (
+        [
+            "quantize",
+            "{run}",
+            "{run}",
+            "quantization=int4w",
+            "save_quantized_params_path={run}-b",
+        ],
+        "is for one checkpoint, and 2 are given",
+    ),
+    "no folder to write": (
+        ["export", "{run}", "export_path={run}/config.yml/out"],
+        "config.yml/out.partial: Not a directory.",
+    ),
+    "a kind of file": (["export", "{run}", "format=gguf"], "A .gguf file has a kind"),
+    "a run of ours": (
+        ["import", "{run}", "run_name=b"],
+        "{run} is a run already: give it to quantize, eval, generate or export",
+    ),
     "a cache without end": (
         ["generate", "{run}", "max_new_tokens=1000000000000"],
         "What would fit: ",
@@ -315,6 +356,49 @@ def test_what_is_wrong_is_one_line(run, case, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert expected.format(run=run) in error
+
+
+def test_a_checkpoint_with_groups_is_reported(run, tmp_path, capsys):
+    """Its float run is judged beside it, without the groups."""
+    path = str(tmp_path / "groups")
+    words = [
+        "quantization=int4w",
+        "group_size=16",
+        f"save_quantized_params_path={path}",
+    ]
+    assert cli.main(["quantize", run, *words]) == 0
+    assert cli.main(["report", path]) == 0, capsys.readouterr().err
+    assert "KL, nats per token" in (tmp_path / "groups" / "report.html").read_text()
+    capsys.readouterr()
+    for damaged in ("{", "[]", "{}"):
+        (tmp_path / "groups" / "sizes.json").write_text(damaged)
+        for verb in ("generate", "report"):
+            assert cli.main([verb, path]) == 2
+            assert capsys.readouterr().err == (
+                f"error: {path}/sizes.json is damaged: quantize the float run again.\n"
+            )
+
+
+def test_other_data_is_judged_without_what_the_runs_own_needed(tmp_path, capsys):
+    lines = [json.dumps({"body": f"line {i} of text " * 9}) for i in range(99)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    own = ["dataset_type=jsonl", f"dataset_path={tmp_path}/a.jsonl", "text_field=body"]
+    words = [*WORDS, *own, f"base_output_directory={tmp_path}", "eval_interval=0"]
+    path = str(train(settings.load(words)).folder)
+    (tmp_path / "prose.txt").write_text("some words\n\n" * 500)
+    assert cli.main(["eval", path, f"dataset_path={tmp_path}/prose.txt"]) == 0
+    assert cli.main(["eval", path, "dataset_type=synthetic", "target_loss=0.1"]) == 0
+    assert "run: no step with target_loss=0.1 in its metrics" in capsys.readouterr().out
+
+
+def test_a_gguf_file_without_a_tokenizer_is_read_as_bytes(run, tmp_path, capsys):
+    file = str(tmp_path / "a.gguf")
+    assert cli.main(["export", run, "format=q8_0", f"export_path={file}"]) == 0
+    assert cli.main(["eval", run, file]) == 0, capsys.readouterr().err
+    where = f"base_output_directory={tmp_path}"
+    assert cli.main(["import", file, "run_name=b", where]) == 0
+    assert "It has no tokenizer: text is read byte by byte" in capsys.readouterr().out
+    assert cli.main(["generate", f"{tmp_path}/b", "prompt=a", "max_new_tokens=2"]) == 0
 
 
 def test_weights_without_room_are_one_line(run, capsys, monkeypatch):
@@ -454,8 +538,21 @@ def test_text_comes_as_it_is_made():
     pieces = []
     made = generate(net, codec, config, ["ab"], on_text=pieces.append)
     assert made.texts[0].startswith("ab") and len(made.tokens[0]) == 8
-    text = codec.decode(made.tokens[0])
-    assert text.startswith("".join(pieces))
+    assert made.texts[0] == "ab" + "".join(pieces)
+    stop = codec.decode(made.tokens[0][3:4])  # text ends before it, also as it comes
+    config, pieces = dataclasses.replace(config, stop=(stop,)), []
+    made = generate(net, codec, config, ["ab"], on_text=pieces.append)
+    assert made.texts[0] == "ab" + "".join(pieces) and stop not in "".join(pieces)
+
+
+def test_text_that_ends_within_a_letter_is_whole():
+    codec, pieces = data.tokenizer(settings.load(["tiny"])), []
+    out = Pieces(codec, pieces.append)
+    for token in (*b"a", 0xC3):
+        out.add([token])
+    assert pieces == ["a"]
+    out.end()
+    assert pieces == ["a", "\ufffd"]
 
 
 # --- experts ----------------------------------------------------------------------------------
@@ -510,6 +607,11 @@ def test_explain_of_the_largest(capsys):
     assert cli.main(["explain", "deepseek-v3", "quantization=fp8_full"]) == 0
     out = capsys.readouterr().out
     assert "671,026,419,200 parameters" in out and "76.2% of 3.07 PFLOP" in out
+
+
+def test_explain_of_a_float_checkpoint_that_is_served(capsys):
+    assert cli.main(["explain", "tiny", "serve=16"]) == 0
+    assert "quantization: nothing is quantized\n" in capsys.readouterr().out
 
 
 def test_explain_of_a_checkpoint_that_is_served(capsys):

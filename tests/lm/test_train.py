@@ -191,6 +191,31 @@ def test_a_folder_is_not_overwritten(whole, tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
+def test_overwriting_loses_nothing_that_was_not_asked_for(whole, tmp_path):
+    shutil.copytree(whole.folder, tmp_path / "a")
+    own, over = f"load_parameters_path={tmp_path / 'a'}", "overwrite=true"
+    with pytest.raises(
+        UsageError, match="would delete .*/a, which load_parameters_path"
+    ):
+        train(config(tmp_path, "run_name=a", own, over))
+    assert (tmp_path / "a" / "checkpoints" / "20").is_dir()
+    for name, file in (("q", "sizes.json"), ("i", "weights/config.json")):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).write_text("{}")
+        shutil.copy(whole.folder / "config.yml", tmp_path / name)
+        with pytest.raises(UsageError, match="which training does not replace"):
+            train(config(tmp_path, f"run_name={name}", over))
+        assert (tmp_path / name / file).is_file()
+    train(config(tmp_path, "run_name=a", over, "steps=1", "eval_interval=0"))
+    again = settings.load([str(tmp_path / "a" / "config.yml")])
+    assert not again.overwrite  # the file goes on with the run
+    (tmp_path / "a" / "config.yml").write_text("steps: 0")
+    with pytest.raises(
+        UsageError, match=r"a/config.yml of the run that is there: steps=0"
+    ):
+        train(config(tmp_path, "run_name=a"))
+
+
 def test_training_starts_from_weights(whole, tmp_path, capsys):
     more = [f"load_parameters_path={whole.folder}", "steps=2", "learning_rate=1e-5",
             "warmup_steps_fraction=0", "run_name=c"]  # fmt: skip

@@ -185,6 +185,15 @@ def test_slices_of_a_stack_move_as_the_stack_does(states, key):
         np.testing.assert_array_equal(ours.scale, theirs.scale)
 
 
+def test_hyperparameters_can_be_injected():
+    make = optax.inject_hyperparams(optim.adamw, static_args=("states",))
+    params = {"w": jnp.ones((64, 256)), "embed": jnp.ones((64, 256))}
+    tx, plain = make(learning_rate=1e-3, states="int8"), optim.adamw(1e-3)
+    got, want = (t.update(params, t.init(params), params)[0] for t in (tx, plain))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(close, got, want)  # rates are arrays, and multiplied elsewhere
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="states='int7': there are float32, int8"):
         optim.adamw(1e-3, states="int7")

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from midtread.algorithms.program import Site, trace
 from midtread.algorithms.stages import outputs
@@ -117,9 +118,15 @@ class _Model:
         self.batches = list(batches)
         if not self.batches:
             raise ValueError("give some batches: inputs of the model to judge it by.")
+        if isinstance(model, nn.Module) and "params" not in (params or ()):
+            raise ValueError(
+                "a Linen model needs its variables: params={'params': ...}."
+            )
         self.program, self.floats = trace(
             model, self.batches[0], params=params, method=method
         )
+        if not self.program.sites:
+            raise ValueError("no weight of this model meets a matmul: nothing to try.")
         self.loss = loss
         self.sites: dict[tuple, list[Site]] = {}
         for site in self.program.sites:
@@ -396,6 +403,10 @@ def allocate(
         )
     if milliseconds is None and device is not None:
         raise ValueError(f"device={device!r} is for a budget in milliseconds.")
+    if isinstance(formats, str) or not formats:
+        raise ValueError(
+            f"formats={formats!r}: give a list to choose from, as in ['int4', 'int8']."
+        )
     ((unit, room),) = given.items()
     kind = device or jax.devices()[0].device_kind
     if unit == "milliseconds":

@@ -87,6 +87,12 @@ def _pre_tokenizer(splits: Sequence[str]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [first, byte_level]}
 
 
+def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a GGUF file has a tokenizer, of whatever kind, or takes numbers of
+    tokens alone."""
+    return metadata.get("tokenizer.ggml.model") not in (None, "none")
+
+
 def metadata(
     files: Sequence[Any], vocab_size: int, say: Callable[[str], None]
 ) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from midtread.lm import (
 )
 from midtread.lm import cache as kv
 from midtread.lm import model as models
-from midtread.lm.config import Config, Model, Quantization, Training, keys, section
+from midtread.lm.config import Config, Model, Training, keys, section
 from midtread.lm.contradictions import READS
 from midtread.lm.generate import cache_format
 from midtread.lm.mesh import layout_of
@@ -56,17 +56,6 @@ class Timed(NamedTuple):
     share: float | None = None  # of the peak
     remat: str = ""  # the policy, `auto` settled
     gathered: str = ""  # a table of all-gathers of weights, on a mesh that cuts them
-
-
-def in_float(config: Config) -> Config:
-    """Returns the same config without quantization."""
-    plain = {k: f.default for k, f in keys(Quantization).items()}
-    without = {"ring_fp8": "ring", "minimal_with_quantization": "minimal"}
-    without |= {"quantized": "minimal"}  # policies that keep codes
-    changed = {"expert_dispatch": config.expert_dispatch}
-    changed |= {"remat_policy": config.remat_policy}
-    changed = {name: without.get(value, value) for name, value in changed.items()}
-    return dataclasses.replace(config, **plain, fp8_weight_gather=False, **changed)
 
 
 def measure(config: Config, name: str) -> Timed:
@@ -114,7 +103,7 @@ def measure(config: Config, name: str) -> Timed:
 
 def bench(config: Config) -> list[Timed]:
     """This config, and itself in float if it is quantized."""
-    plain = in_float(config)
+    plain = quantization.in_float(config)
     plain, config = room.settle(plain), room.settle(config)
     for each in (plain, config):
         room.require_room(each)
@@ -172,6 +161,11 @@ def asked_for(words: Sequence[str]) -> tuple[Asked, list[str]]:
     require(
         own.get("time", "all") in ("all", "train", "decode"),
         f"time={own.get('time')}: train, decode or all.",
+    )
+    decoding = ", ".join(name for name in own if name != "time")
+    require(
+        own.get("time") != "train" or not decoding,
+        f"{decoding}: of decoding, which time=train leaves out. Drop one.",
     )
     fields: dict[str, Any] = {
         name: tuple(text.split(",")) for name, text in own.items()
@@ -241,7 +235,7 @@ def _formats(config: Config, values: Sequence[str]) -> list[tuple[str, Config]]:
         dataclasses.replace(config, quantization=value, quant=()) for value in values
     ]
     each: list[Config] = []
-    for one in (in_float(config), *others, config):
+    for one in (quantization.in_float(config), *others, config):
         if one not in each:  # a config with rules of one's own has no hash
             each.append(one)
     return [(_name(one), one) for one in each]

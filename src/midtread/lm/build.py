@@ -111,6 +111,8 @@ def summary(coverage: Coverage) -> list[Line]:
 
 def mode(config: Config, serve: bool = False) -> str:
     """Says in words which route is taken and where ranges come from."""
+    if serve and not (config.quantization or config.quant):
+        return "nothing is quantized"
     if serve:
         return f"{config.quantization or 'rules of your own'}: weights once, for good"
     if config.quant:

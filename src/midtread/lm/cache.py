@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.lm.config import Model
+from midtread.lm.usage import require
 from midtread.numerics.qarray import QArray, dequantize, quantize
 
 CHANNELS = {"dkv": (0, 1, 2), "heads_and_dkv": (0, 1)}  # axes with scales of their own
@@ -89,6 +90,13 @@ def make(
         cache_format: of codes and their scales; None: the model's dtype.
         stacked: whether they are; None: as the model's `scan_layers`.
     """
+    if cache_format is not None:
+        fmt, axis = cache_format
+        require(
+            fmt in FORMATS and axis in CHANNELS,
+            f"cache_format={cache_format}: a format, one of {', '.join(FORMATS)}, and what "
+            f"shares a scale, one of {', '.join(CHANNELS)}.",
+        )
     stacked = m.scan_layers if stacked is None else stacked
     if m.attention_type == "mla":
         widths = {"latent": (1, m.kv_lora_rank), "k_rope": (1, m.qk_rope_head_dim)}

@@ -99,7 +99,7 @@ def without_noise(restore: Callable[[], Any]) -> Any:
         try:
             return restore()
         except Exception as error:  # noqa: BLE001  whatever a library raises
-            reason = first_line(error).split(" See full")[0][:200]
+            reason = first_line(error).split(" See full")[0][:200].rstrip(".")
         gc.collect()  # abandoned coroutines print a complaint when they are freed
         time.sleep(0.2)  # and so do threads, a moment later
     raise ValueError(reason)

@@ -10,8 +10,6 @@ The float checkpoint is found by the name that the quantized one was made under
 (sizes.json); where it is gone, only codes are left to look at.
 """
 
-import dataclasses
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from midtread.lm import convert, data, huggingface
+from midtread.lm import convert, data, huggingface, quantization
 from midtread.lm.calibrate import INPUTS
 from midtread.lm.config import Config
 from midtread.model import flaxlib
@@ -52,12 +50,10 @@ def compare(path: str, config: Config, model: nnx.Module) -> Compared | None:
         config: its own.
         model: what it holds.
     """
-    source = json.loads((pathlib.Path(path) / convert.FILE).read_text())["source"]
+    source = convert.sizes_of(path)["source"]
     if not pathlib.Path(source).exists():
         return None
-    floats = convert.load(
-        dataclasses.replace(config, quantization="", quant=()), source
-    )
+    floats = convert.load(quantization.in_float(config), source)
     if huggingface.folder_in(source):
         batches, _ = data.windows(config)
     else:
@@ -89,7 +85,7 @@ def sections(path: str, config: Config) -> list[Section]:
     if not convert.is_quantized(path):
         return []
     folder = pathlib.Path(path)
-    sizes = json.loads((folder / convert.FILE).read_text())
+    sizes = convert.sizes_of(path)
     model = convert.load(config, path)
     compared = compare(path, config, model)
     return quantized.sections(folder, sizes, compared, codes(model))

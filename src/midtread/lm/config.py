@@ -13,6 +13,7 @@ where it has the key (docs/from-maxtext.md).
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from midtread.lm import contradictions
@@ -433,6 +434,11 @@ def check_limits(config: Any) -> None:
         limits = field.metadata
         if value is None or isinstance(value, bool | str | tuple):
             continue
+        require(
+            math.isfinite(value),
+            f"{field.name}={value} is out of range: it must be a number "
+            f"({limits['meaning']}).",
+        )
         for bound, holds, words in (
             ("at_least", lambda v, b: v >= b, "at least"),
             ("above", lambda v, b: v > b, "above"),

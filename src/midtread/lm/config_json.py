@@ -249,7 +249,11 @@ def config_of(m: Model) -> tuple[Architecture, dict[str, Any]]:
     Raises:
         UsageError: it is none of them; what keeps it from the nearest is named.
     """
-    require(not m.mtp_num_layers, "heads that predict further ahead are not exported.")
+    require(
+        not m.mtp_num_layers,
+        f"mtp_num_layers={m.mtp_num_layers}: heads that predict further ahead are not "
+        "exported, and a model that is to be exported is trained without: mtp_num_layers=0.",
+    )
     nearest: tuple[int, str] | None = None
     for arch in ARCHITECTURES:
         config = _config(m, arch)

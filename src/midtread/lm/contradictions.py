@@ -9,6 +9,8 @@ with a `UsageError` that names both.
     check_config(config)    what data, optimizer and quantization say besides
 """
 
+import pathlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from midtread.lm.usage import require
@@ -16,6 +18,28 @@ from midtread.lm.usage import require
 if TYPE_CHECKING:
     from midtread.lm.config import Config, Model
 
+# Keys that are about a part that a model may not have: the key that adds the part, its value
+# without it, what to write, and the keys.
+PARTS = (
+    ("attention_type", "gqa", "attention_type=mla", (
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim")),
+    ("num_experts", 1, "num_experts=8, say", (
+        "moe_mlp_dim", "shared_experts", "first_num_dense_layers", "routed_score_func",
+        "norm_topk_prob", "routed_scaling_factor", "n_routing_groups",
+        "topk_routing_group", "load_balance_loss_weight")),
+    ("mtp_num_layers", 0, "mtp_num_layers=1", ("mtp_loss_scaling_factor",)),
+    ("use_qk_norm", False, "use_qk_norm=true", ("qk_norm_scope",)),
+)  # fmt: skip
+# The same of keys that are not the model's.
+OPTIONS = (
+    ("temperature", 0, "temperature=0.8, say", ("top_k", "top_p")),
+    ("quantize_kvcache", False, "quantize_kvcache=true", (
+        "kv_quant_axis", "kv_quant_dtype")),
+    ("weight_sparsity_n", None, "weight_sparsity_n=2 weight_sparsity_m=4, say", (
+        "weight_sparsity_start_step", "weight_sparsity_update_step")),
+    ("algorithm", "", "algorithm=gptq, say", ("calibration_batches",)),
+)  # fmt: skip
 # Keys that latent attention does not use.
 NOT_MLA = ("use_qk_norm", "partial_rotary_factor", "attn_logits_soft_cap",
            "query_pre_attn_scalar", "attention_bias", "attention_sink",
@@ -37,11 +61,82 @@ def is_default(config: Any, name: str) -> bool:
     return getattr(config, name) == type(config).__dataclass_fields__[name].default
 
 
+def _check_parts(config: Any, parts: tuple) -> None:
+    """Refuses keys that are about a part that is not there."""
+    for switch, without, write, names in parts:
+        given = [
+            f"{n}={getattr(config, n)}" for n in names if not is_default(config, n)
+        ]
+        is_named = isinstance(without, bool) or without == ""
+        say = repr(without).lower() if is_named else without
+        require(
+            not given or getattr(config, switch) != without,
+            f"{' and '.join(given)} mean{'s' * (len(given) == 1)} nothing with {switch}="
+            f"{say}: write {write}, or drop {'it' if len(given) == 1 else 'them'}.",
+        )
+
+
+# --- the verbs --------------------------------------------------------------------------------
+
+# The verbs that use a key, where not all do. What train, quantize and import are given is kept
+# in the config of what they make, for whoever reads that. Train, bench and explain take each
+# other's words, so that a command can be explained before it is given.
+TRAINS = ("train", "bench", "explain")
+USED_BY = (
+    (("enable_tensorboard", "remat_policy", "steps", "gradient_accumulation_steps",
+      "learning_rate", "warmup_steps_fraction", "learning_rate_final_fraction", "opt_type",
+      "optimizer_states", "quantize_embedding_states", "weight_rounding", "adam_b1",
+      "adam_b2", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier",
+      "eval_interval", "enable_checkpointing", "async_checkpointing", "checkpoint_period",
+      "max_num_checkpoints_to_keep", "bwd_quantization_calibration_method",
+      "drhs_grad_quantization_calibration_method", "weight_sparsity_n",
+      "weight_sparsity_m", "weight_sparsity_start_step", "weight_sparsity_update_step",
+      "fp8_weight_gather", "expert_dispatch", "batch_split_factor"), TRAINS),
+    (("run_name", "base_output_directory"), ("train", "import")),
+    (("overwrite",), ("train", "import", "quantize")),
+    (("grain_worker_count",), ("train", "import", "quantize")),
+    (("dataset_type", "dataset_path", "dataset_name", "text_field", "dataset_memory_mb",
+      "packing", "batch_size", "eval_steps"),
+     (*TRAINS, "import", "quantize", "eval", "report")),
+    (("target_loss",), ("train", "eval", "report")),
+    (("prompt", "use_chat_template", "max_new_tokens", "temperature", "top_k", "top_p",
+      "stop"), ("train", "import", "quantize", "generate", "report")),
+    (("decode_slots",), ("train", "import", "quantize", "generate")),
+    (("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype"),
+     ("train", "bench", "quantize", "generate", "report")),
+    (("quantization", "use_qwix_quantization", "quant", "quant_reach",
+      "quantization_calibration_method", "weight_quantization_calibration_method",
+      "act_quantization_calibration_method", "static", "quantization_local_shard_count",
+      "constant_bound_config", "quant_cfg_path", "quantize_router_proj",
+      "quantize_logits_proj", "quantize_mtp"),
+     (*TRAINS, "quantize", "generate", "eval", "report")),
+    (("group_size",), ("quantize", "generate", "eval", "report", "export")),
+    (("mesh",), (*TRAINS, "quantize", "generate", "eval", "report")),
+    (("replicate_quant_scale",), ("generate", "eval", "report")),
+    (("algorithm", "calibration_batches", "save_quantized_params_path"), ("quantize",)),
+    (("format", "export_path"), ("export",)),
+)  # fmt: skip
+
+
+def check_verb(verb: str, names: Collection[str]) -> None:
+    """Raises UsageError if a verb would ignore one of the keys that it was given."""
+    for keys, verbs in USED_BY:
+        ignored = [name for name in keys if name in names]
+        require(
+            verb in (*TRAINS, *verbs) or not ignored,
+            f"{' and '.join(ignored)} mean{'s' * (len(ignored) == 1)} nothing to `midtread "
+            f"{verb}`: {', '.join(verbs)} use{'s' * (len(verbs) == 1)} "
+            f"{'it' if len(ignored) == 1 else 'them'}. Drop "
+            f"{'it' if len(ignored) == 1 else 'them'}.",
+        )
+
+
 # --- the model --------------------------------------------------------------------------------
 
 
 def check_model(model: "Model") -> None:
     """Raises UsageError if keys of a model contradict each other."""
+    _check_parts(model, PARTS)
     _check_heads(model)
     _check_windows(model)
     _check_latent_attention(model)
@@ -151,6 +246,8 @@ def check_config(config: "Config") -> None:
             f"dataset_type={config.dataset_type} needs dataset_path: a file, a folder "
             "or a glob.",
         )
+    _check_parts(config, OPTIONS)
+    _check_run(config)
     _check_data(config)
     _check_optimizer(config)
     require(
@@ -173,6 +270,18 @@ def check_config(config: "Config") -> None:
         (config.weight_sparsity_n is None) == (config.weight_sparsity_m is None),
         "weight_sparsity_n and weight_sparsity_m go together.",
     )
+
+
+def _check_run(config: "Config") -> None:
+    name = config.run_name
+    path = pathlib.PurePath(name)
+    require(
+        name and not path.is_absolute() and ".." not in path.parts,
+        f"run_name={name} is no folder inside base_output_directory="
+        f"{config.base_output_directory}: write a name, and base_output_directory=<folder> "
+        "for another place.",
+    )
+    require(config.prompt, "prompt=[] has no beginning: write prompt=<text>.")
 
 
 def _check_data(config: "Config") -> None:

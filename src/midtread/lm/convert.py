@@ -49,6 +49,20 @@ def is_quantized(path: str) -> bool:
     return (pathlib.Path(path) / FILE).is_file()
 
 
+def sizes_of(path: str) -> dict[str, Any]:
+    """Returns what a quantized checkpoint notes of itself: bytes, and the float one.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    file = pathlib.Path(path) / FILE
+    try:
+        sizes = json.loads(file.read_text())
+        return {**sizes, "source": sizes["source"], "bytes": sizes["bytes"]}
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{file} is damaged: quantize the float run again.") from None
+
+
 def abstract(config: Config) -> nnx.Module:
     """Returns the model to serve, with shapes in place of arrays: float weights, or codes
     and scales."""
@@ -93,7 +107,7 @@ def require_room(config: Config, path: str) -> None:
 def _bytes_to_load(config: Config, path: str) -> int:
     """Returns the bytes of weights that are there at once while a checkpoint is loaded."""
     if is_quantized(path):
-        return json.loads((pathlib.Path(path) / FILE).read_text())["bytes"]
+        return sizes_of(path)["bytes"]
     published, needed = huggingface.folder_in(path), _float_bytes(config)
     if published is None:
         return needed
@@ -231,7 +245,12 @@ def _check(config: Config, source: str) -> pathlib.Path:
     )
     folder = destination(config, source)
     require(
-        not folder.exists() or (config.overwrite and is_quantized(str(folder))),
+        not (folder.exists() and config.overwrite) or is_quantized(str(folder)),
+        f"{folder} is no quantized checkpoint, so overwrite=true does not replace it: "
+        "choose another save_quantized_params_path.",
+    )
+    require(
+        not folder.exists() or config.overwrite,
         f"{folder} is there already: choose another save_quantized_params_path, or write "
         "overwrite=true, which replaces a quantized checkpoint.",
     )

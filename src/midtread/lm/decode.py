@@ -322,6 +322,8 @@ class Server:
         require(allowed > 0, f"allowed={allowed}: prefill makes the first token.")
         for slot, prompt in prompts.items():
             self._check(slot, prompt, allowed)
+        if not prompts:
+            return {}
         rows = np.array(list(prompts), np.int32)
         lengths = np.array([len(p) for p in prompts.values()], np.int32)
         width = int(lengths.max())
@@ -357,7 +359,8 @@ class Server:
             f"slot {slot} is not free: those that are free are {self.free}.",
         )
         require(length > 0, "prompt is empty: give at least one token.")
-        outside = [t for t in prompt if not 0 <= t < self._vocab_size]
+        is_one = lambda t: 0 <= t < self._vocab_size and float(t).is_integer()
+        outside = [t for t in prompt if not is_one(t)]
         require(
             not outside,
             f"token {outside[:1]} of a prompt is none of the model's: they are 0 to "

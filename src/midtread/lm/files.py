@@ -62,8 +62,9 @@ def require_text(path: pathlib.Path, content: bytes, start: int = 0) -> None:
             "and give what was inside.",
         )
     raise UsageError(
-        f"{path} is not text: byte {start + wrong} of it is no UTF-8. Give text, or "
-        "dataset_type=parquet for a parquet file.",
+        f"{path} is not text: byte {start + wrong} of it is no UTF-8. Give text in "
+        "UTF-8 (`iconv -f latin1 -t utf-8` turns Latin-1 into it), or dataset_type=parquet "
+        "for a parquet file.",
     )
 
 

@@ -93,9 +93,10 @@ def generate(
     def on_tokens(number: int, tokens: list[int]) -> None:
         clock.count(len(tokens))
         if number == 0:
-            pieces.add(tokens)
+            pieces.add(_until_stop(tokens, stops))
 
     continuations = decode.complete(server, encoded, allowed, on_tokens)
+    pieces.end()
     out = np.full((len(continuations), allowed), codec.end)
     for row, tokens in zip(out, continuations):
         row[: len(tokens)] = tokens
@@ -149,8 +150,18 @@ class Pieces:
         self._tokens += tokens
         text = self._codec.decode(self._tokens)
         if text.startswith(self._written) and not text.endswith("\ufffd"):
+            self._hand_out(text)
+
+    def end(self) -> None:
+        """Hands out a letter that stayed incomplete, since no further token comes."""
+        text = self._codec.decode(self._tokens)
+        if self._on_text is not None and text.startswith(self._written):
+            self._hand_out(text)
+
+    def _hand_out(self, text: str) -> None:
+        if len(text) > len(self._written):
             self._on_text(text[len(self._written) :])
-            self._written = text
+        self._written = text
 
 
 def _until_stop(tokens: list[int], stops: tuple[int, ...]) -> list[int]:

@@ -32,7 +32,7 @@ import numpy as np
 from flax import nnx
 
 from midtread.interop import export as others
-from midtread.interop import gguf_export, quantized, targets
+from midtread.interop import gguf, gguf_export, gguf_tokenizer, quantized, targets
 from midtread.interop import huggingface as hf
 from midtread.lm import architectures, config_json
 from midtread.lm.config import Config, Model, section
@@ -53,8 +53,12 @@ TOKENIZER = (
 )  # fmt: skip
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float32"}
 BYTES = (
-    "It has no tokenizer.json: text is read byte by byte, which it was not trained on. Put "
-    "the file beside its config.json and import it again."
+    "It has no tokenizer.json: text is read byte by byte. Unless it was trained on bytes, "
+    "put the file beside its config.json and import it again."
+)
+BYTES_OF_GGUF = (
+    "It has no tokenizer: text is read byte by byte. Unless it was trained on bytes, give "
+    "tokenizer_type=huggingface and tokenizer_path=<tokenizer.json>, and import it again."
 )
 # tensors of multi-token prediction, which the model of the folder does without
 AHEAD = r"model\.layers\.{layer}\..*"
@@ -105,7 +109,8 @@ def keys_of(folder: Any) -> dict[str, Any]:
     if has_codes and quantized.is_mixed(open_model(folder)):
         out["scan_layers"] = False  # no stack holds two formats
     if is_gguf:
-        out |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+        if gguf_tokenizer.has_tokenizer(gguf.GGUF(folder).metadata):
+            out |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
     elif (folder / "tokenizer.json").is_file():
         path = str(folder / "tokenizer.json")
         out |= {"tokenizer_type": "huggingface", "tokenizer_path": path}
@@ -193,6 +198,11 @@ def import_folder(config: Config, source: str) -> Imported:
         f"{run} is there already: choose another run_name, or write overwrite=true, which "
         "replaces an imported run.",
     )
+    require(
+        origin.suffix == GGUF or not (origin / "config.yml").is_file(),
+        f"{origin} is a run already: give it to quantize, eval, generate or export. import "
+        "takes a folder with config.json and .safetensors, or a .gguf file.",
+    )
     opened = arrays(origin, section(config, Model)).source
     if config.tokenizer_type != "byte":
         tokenizer(config)  # refuses one that does not read, or has too many tokens
@@ -221,7 +231,7 @@ def import_folder(config: Config, source: str) -> Imported:
     kind = str(architectures.architecture(opened.config, str(origin)))
     notes = tuple(getattr(opened, "notes", ()))
     if config.tokenizer_type == "byte":
-        notes += (BYTES,)
+        notes += (BYTES_OF_GGUF if origin.suffix == GGUF else BYTES,)
     return Imported(run, len(opened.tensors), nbytes, kind, notes)
 
 
@@ -259,7 +269,12 @@ def export(
     from midtread.lm import convert
 
     kind = config.format
-    require(kind in formats(), f"format={kind}: {did_you_mean(kind, formats())}")
+    if kind not in formats():  # of no kind by itself: GGUF
+        hint = did_you_mean(kind, formats())
+        kinds = f"A .gguf file has a kind, one of {', '.join(gguf_export.KINDS)}."
+        raise UsageError(
+            f"format={kind} is none that is written. {kinds if kind == 'gguf' else hint}"
+        )
     suffix = GGUF if kind in gguf_export.KINDS else ""
     path = config.export_path or f"{run.rstrip('/').removesuffix(GGUF)}-{kind}{suffix}"
     folder = pathlib.Path(path)

@@ -267,6 +267,11 @@ def layout_of(config: Config) -> Layout | None:
 
 def serving_layout(config: Config) -> Layout | None:
     """Returns the devices that weights are served from, or None for one device."""
+    require(
+        config.mesh or not config.replicate_quant_scale,
+        "replicate_quant_scale=true is about the devices of a mesh: write mesh=fsdp:-1, "
+        "say, or drop it.",
+    )
     if not config.mesh:
         return None
     require(

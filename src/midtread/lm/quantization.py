@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from midtread.lm.config import Config, keys
+from midtread.lm.config import Config, Quantization, keys
 from midtread.lm.usage import UsageError, require
 from midtread.model.provider import QuantizationProvider
 from midtread.model.rules import QtRule, QuantizationRule, as_rules, did_you_mean
@@ -450,6 +450,17 @@ def serving(config: Config) -> PtqProvider | None:
         for r in rules_asked
     ]
     return PtqProvider(base)
+
+
+def in_float(config: Config) -> Config:
+    """Returns the same config without quantization."""
+    plain = {k: f.default for k, f in keys(Quantization).items()}
+    without = {"ring_fp8": "ring", "minimal_with_quantization": "minimal"}
+    without |= {"quantized": "minimal"}  # policies that keep codes
+    changed = {"expert_dispatch": config.expert_dispatch}
+    changed |= {"remat_policy": config.remat_policy}
+    changed = {name: without.get(value, value) for name, value in changed.items()}
+    return dataclasses.replace(config, **plain, fp8_weight_gather=False, **changed)
 
 
 # --- intmp ------------------------------------------------------------------------------------

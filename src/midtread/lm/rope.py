@@ -161,7 +161,9 @@ def of(m: Model, local: bool = False) -> Rope:
         return Rope(m.local_rope_max_timescale, "", (), *pairs)
     text = m.rope_scaling
     kind, *parts = text.replace(" ", "").split(",")
-    require(kind in KINDS, f"rope_scaling={text}: {did_you_mean(kind, KINDS)}")
+    require(
+        kind in KINDS, f"rope_scaling={text}: {did_you_mean(kind, filter(None, KINDS))}"
+    )
     numbers = dict(KINDS[kind])
     for part in parts:
         name, _, number = part.partition(":")

@@ -7,14 +7,15 @@ written into the types of `lm/config.py`. What is wrong is said in one line with
 what was given, and the nearest key or the values there are.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
-from midtread.lm import huggingface
+from midtread.lm import contradictions, huggingface
 from midtread.lm.config import SECTIONS, Config, Quantization, Sharding, keys, kind
 from midtread.lm.usage import UsageError, first_line, require
 from midtread.model.rules import did_you_mean
@@ -60,14 +61,38 @@ def load(words: Sequence[str], under: Mapping[str, Any] | None = None) -> Config
     if start and (folder := huggingface.folder_in(start)):
         says = {k: v for k, v in huggingface.keys_of(folder).items() if k != "run_name"}
         under = {**says, **(under or {})}
+    off = _switched_off(written)
+    rest = [
+        {k: v for k, v in x.items() if k not in off} for x in (under or {}, model, read)
+    ]
     try:
-        merged = OmegaConf.merge(
-            *(OmegaConf.create(dict(x)) for x in (under or {}, model, read, written))
-        )
+        merged = OmegaConf.merge(*(OmegaConf.create(x) for x in (*rest, written)))
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise UsageError(first_line(error)) from None
     return validate(values)
+
+
+def _switched_off(written: Mapping[str, Any]) -> set[str]:
+    """Returns the keys of parts that the words switch off: `demo temperature=0` says nothing
+    of top_k, and the one of the file goes with the temperature."""
+    from pydantic import TypeAdapter, ValidationError
+
+    off: set[str] = set()
+    for switch, without, _, names in (*contradictions.PARTS, *contradictions.OPTIONS):
+        if switch in written:
+            takes = TypeAdapter(get_type_hints(Config)[switch])
+            with contextlib.suppress(ValidationError):  # `validate` says it better
+                if takes.validate_python(written[switch]) == without:
+                    off |= {*names}
+    return off
+
+
+def require_used(verb: str, words: Sequence[str]) -> None:
+    """Refuses `key=value` words that a verb would ignore. Files are for several verbs, and
+    may say more."""
+    names = [w.partition("=")[0].lstrip("-") for w in words if "=" in w]
+    contradictions.check_verb(verb, names)
 
 
 def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
@@ -89,6 +114,7 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         paths, "which checkpoint? Give its folder, or load_parameters_path=<folder>."
     )
     rest += _kind_of_data(rest)
+    given = dict(w.split("=", 1) for w in rest if "=" in w)
     checkpoints = []
     for path in paths:
         weights, file = checkpoint.locate(path)
@@ -102,10 +128,28 @@ def load_checkpoints(words: Sequence[str]) -> list[tuple[str, Config]]:
         dropped |= {"remat_policy", *keys(Sharding)}  # for training
         if not convert.is_quantized(path):
             dropped |= set(keys(Quantization))
+        else:
+            _require_as_quantized(path, own, given)
+        if kind_of_data := given.get("dataset_type"):  # what the run's own data needed
+            reads = contradictions.READS.items()
+            dropped |= {name for name, kinds in reads if kind_of_data not in kinds}
         under = {k: v for k, v in own.items() if k not in dropped}
         checkpoints.append((path, load(rest, under)))
         checkpoint.require_same_model(checkpoints[-1][1], path)
     return checkpoints
+
+
+def _require_as_quantized(
+    path: str, own: Mapping[str, Any], given: Mapping[str, str]
+) -> None:
+    """Refuses another format than the one that a checkpoint is quantized to."""
+    for name in ("quantization", "group_size"):
+        stored = str(own.get(name, ""))
+        require(
+            given.get(name, stored) == stored,
+            f"{path} is quantized already, with {name}={stored}: drop {name}="
+            f"{given.get(name)}, or give the float run.",
+        )
 
 
 def _kind_of_data(words: Sequence[str]) -> list[str]:
@@ -144,10 +188,24 @@ def _first(error: Any, values: Mapping[str, Any]) -> str:
     takes = kind(name)
     named = [v for v in takes.split(" | ") if v not in TYPES]
     hint = did_you_mean(given, named, lambda v: f"{name}={v}", "")
+    if name == "quantization" and _is_format(given):
+        hint = (
+            f"{given} is a format of weights, which rules take: write "
+            f"quant=\"[{{module_path: 'decoder/.*', weight_qtype: {given}}}]\"."
+        )
     return (
         f"{name}={given!s} is not one of its values: it takes {takes} "
         f"({field.metadata['meaning']}). {hint}"
     ).rstrip()
+
+
+def _is_format(name: Any) -> bool:
+    from midtread.numerics.formats import as_format
+
+    try:
+        return bool(as_format(name))
+    except (TypeError, ValueError):
+        return False
 
 
 def _require_key(name: str, where: str = "") -> None:
@@ -176,8 +234,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         elif name in LISTS_OF_TEXT and not text.startswith("["):
             out[name] = [text]
         elif takes == "list":
+            # Texts stay what they are: [3, yes] is two of them, no number and no truth.
+            loader = yaml.BaseLoader if name in LISTS_OF_TEXT else yaml.SafeLoader
             try:
-                out[name] = yaml.safe_load(text)
+                out[name] = yaml.load(text, loader)
             except yaml.YAMLError:
                 raise UsageError(f"{name}={text} does not read as a list.") from None
         else:

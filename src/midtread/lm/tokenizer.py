@@ -111,7 +111,7 @@ def _huggingface(path: str) -> Tokenizer:
             inner = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # noqa: BLE001  a bare Exception is what the library raises
         raise UsageError(
-            f"tokenizer_path={path} is no tokenizer.json: {error}."
+            f"tokenizer_path={path} is no tokenizer.json: {str(error).rstrip('.')}."
         ) from None
     marks = [says.marks.get("eos_token", ""), *END_MARKS]
     ends = [inner.token_to_id(mark) for mark in marks if mark]

@@ -28,6 +28,7 @@ from midtread.lm import (
     checkpoint,
     convert,
     data,
+    huggingface,
     processes,
     ranges,
     roofline,
@@ -80,10 +81,12 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
     data."""
     folder = folder_of(config)
     config_file = folder / "config.yml"
+    _require_trained_here(folder)
     if config.overwrite and config_file.exists():
+        _require_apart(folder, config.load_parameters_path)
         shutil.rmtree(folder)
     if config_file.exists():
-        before = settings.load([str(config_file)])
+        before = _begun(config_file)
         for name in keys():
             was, now = getattr(before, name), getattr(config, name)
             is_extended = name == "steps" and now > was
@@ -101,8 +104,43 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}.") from None
-    settings.save(config, config_file)
+    # `midtread train <folder>/config.yml` goes on, and does not start over once more.
+    settings.save(dataclasses.replace(config, overwrite=False), config_file)
     return folder
+
+
+def _begun(config_file: pathlib.Path) -> Config:
+    """Returns the config that a run was begun with."""
+    try:
+        return settings.load([str(config_file)])
+    except UsageError as error:
+        raise UsageError(
+            f"{config_file} of the run that is there: {error} Choose another run_name, or "
+            "write overwrite=true to start over."
+        ) from None
+
+
+def _require_trained_here(folder: pathlib.Path) -> None:
+    """Refuses a folder of a model that was not trained there."""
+    for is_one, what in (
+        (convert.is_quantized(str(folder)), "a quantized checkpoint"),
+        ((folder / huggingface.WEIGHTS).is_dir(), "an imported model"),
+    ):
+        require(
+            not is_one,
+            f"{folder} holds {what}, which training does not replace: choose another "
+            "run_name.",
+        )
+
+
+def _require_apart(folder: pathlib.Path, path: str) -> None:
+    """Refuses to delete the weights that a run is to start from."""
+    start = pathlib.Path(path).resolve()
+    require(
+        not path or folder.resolve() not in (start, *start.parents),
+        f"overwrite=true would delete {folder}, which load_parameters_path={path} starts "
+        "from: choose another run_name.",
+    )
 
 
 def _require_same_data(folder: pathlib.Path, about: dict[str, Any]) -> None:
@@ -220,7 +258,7 @@ def settle(config: Config) -> Config:
         return config
     begun = folder_of(config) / "config.yml"
     if begun.exists() and not config.overwrite:
-        before = settings.load([str(begun)]).remat_policy
+        before = _begun(begun).remat_policy
         config = dataclasses.replace(config, remat_policy=before)
     # The devices of several processes may have unequal room, and run one program.
     policies = list(get_args(get_type_hints(Config)["remat_policy"]))

@@ -60,7 +60,7 @@ def _init(params: Any, moment: moments.Moment | None, is_wide: Callable) -> Any:
                 "train the float model under mt.QtProvider, or adapters over the codes "
                 "(mt.apply_lora_to_model, and the optimizer over these alone)."
             )
-        return moments.zeros(moment, _name(path), p, is_wide)
+        return moments.zeros(moment, _name(path), p, is_wide or moments.is_embedding)
 
     return jax.tree_util.tree_map_with_path(make, params)
 
@@ -78,14 +78,15 @@ def scale_by_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """optax.scale_by_adam with moments in few bits.
 
     Args:
         states: one of STATES.
-        is_wide: whether the parameter of that path keeps float32 moments.
+        is_wide: whether the parameter of that path keeps float32 moments; None: where the
+            path has "embed" in it.
         seed: of the rounding.
     """
     import optax
@@ -124,7 +125,7 @@ def scale_by_lion(
     b1: float = 0.9,
     b2: float = 0.99,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """optax.scale_by_lion with its moment in few bits; arguments as of scale_by_adam."""
@@ -135,7 +136,7 @@ def scale_by_lion(
 def momentum(
     decay: float = 0.9,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """The mean of updates, m = decay m + (1 - decay) u, in few bits.
@@ -185,7 +186,7 @@ def adamw(
     mask: Any = None,
     *,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """optax.adamw with moments in few bits.
@@ -193,7 +194,8 @@ def adamw(
     Args:
         mask: which parameters decay, as optax has it.
         states: "int8", "fp8", "int4" (first moments; second ones 8 bits), or "float32".
-        is_wide: whether the parameter of that path keeps float32 moments.
+        is_wide: whether the parameter of that path keeps float32 moments; None: where the
+            path has "embed" in it.
         seed: of the rounding.
 
     Returns:
@@ -221,7 +223,7 @@ def lion(
     mask: Any = None,
     *,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """optax.lion with its moment in few bits; arguments as of `adamw`."""
@@ -244,7 +246,7 @@ def adafactor(
     mask: Any = None,
     *,
     states: str = "int8",
-    is_wide: Callable[[str], bool] = moments.is_embedding,
+    is_wide: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Any:
     """Adafactor (arXiv 1804.04235) with a first moment in few bits.
