@@ -155,11 +155,11 @@ class Pieces:
     def end(self) -> None:
         """Hands out a letter that stayed incomplete, since no further token comes."""
         text = self._codec.decode(self._tokens)
-        if self._on_text is not None and text.startswith(self._written):
+        if text.startswith(self._written):
             self._hand_out(text)
 
     def _hand_out(self, text: str) -> None:
-        if len(text) > len(self._written):
+        if self._on_text is not None and len(text) > len(self._written):
             self._on_text(text[len(self._written) :])
         self._written = text
 
