@@ -114,6 +114,33 @@ def test_a_calibrated_checkpoint_is_calibrating_in_memory(run, tmp_path, algorit
         assert page.count("Among the worst") == 5 and page.count("<svg") == 5
 
 
+def test_a_stack_whose_inputs_are_rotated_is_served(tmp_path, capsys):
+    """What docs/four-bits.md advises for int8: layers are a stack, each with its signs."""
+    words = ["tiny", "num_decoder_layers=2", "steps=1", "eval_interval=0"]
+    words.append(f"base_output_directory={tmp_path}")
+    path = str(train(settings.load(words)).folder)
+    asked = ["quantization=int8", "algorithm=rotate,round", "calibration_batches=2"]
+    assert cli.main(["quantize", path, *asked]) == 0
+    assert cli.main(["eval", f"{path}-int8"]) == 0, capsys.readouterr().err
+    ((_, config),) = settings.load_checkpoints([f"{path}-int8"])
+    served = convert.load(config, f"{path}-int8")
+    signs = served.decoder.layers.mlp.wo.kernel.array.pre_rotation
+    assert signs.shape[0] == 2 and not jnp.array_equal(*signs)
+
+
+def test_calibration_sees_no_batch_twice(run, tmp_path, capsys):
+    lines = "".join(f'{{"text": "{number} and some more words"}}\n' * 2 for number in range(50))  # fmt: skip
+    (tmp_path / "few.jsonl").write_text(lines)
+    words = [run, "quantization=int4w", f"dataset_path={tmp_path}/few.jsonl"]
+    words += ["algorithm=clip", f"save_quantized_params_path={tmp_path}/q"]
+    assert cli.main(["quantize", *words]) == 0
+    note = (
+        r"has (\d+) batches of batch_size=4, not calibration_batches=32: all are seen"
+    )
+    found = re.search(note, " ".join(capsys.readouterr().out.split()))
+    assert found and 1 < int(found[1]) < 32
+
+
 def test_an_fp8_weight_is_served_as_it_is_trained():
     """serve_fp8_weight: one scale per weight, one per token, as in the recipe's forward."""
     words = ["dtype=float32", "quantization=serve_fp8_weight"]

@@ -185,6 +185,28 @@ def test_inputs_are_rotated_before_anything_else(key):
         mt.dequantize(codes.replace(pre_rotation=jnp.ones((12, 1))))
 
 
+def test_layers_of_a_stack_are_rotated_each_by_its_own(key):
+    w = jax.random.normal(key, (8, 8, 4))
+    codes = mt.quantize(w, "int8", channelwise_axes=[0, 2])
+    signs = jax.random.rademacher(key, (8, 8, 1), jnp.float32)
+    stack = codes.replace(pre_rotation=signs)
+    layers = [codes[i].replace(pre_rotation=signs[i]) for i in range(8)]
+    each = jnp.stack([mt.dequantize(layer) for layer in layers])
+    np.testing.assert_array_equal(mt.dequantize(stack), each)
+    np.testing.assert_array_equal(mt.dequantize(stack[3]), each[3])
+    turned = mt.dequantize(stack.swapaxes(1, 2))
+    np.testing.assert_array_equal(turned, each.swapaxes(1, 2))
+    for wrong in (
+        lambda: stack.T,
+        lambda: stack[:, :4],
+        lambda: stack.transpose(1, 0, 2),
+    ):
+        with pytest.raises(ValueError, match="inputs are rotated"):
+            wrong()
+    with pytest.raises(ValueError, match="behind those of a stack"):
+        mt.dequantize(codes.replace(pre_rotation=signs[:4]))
+
+
 def test_tiles_are_not_all_held_at_once():
     """[tiles, M, N] would be 192 MiB here (seen in Qwix 0.1.8); untiled takes 12 to 32."""
 

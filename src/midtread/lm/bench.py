@@ -159,6 +159,10 @@ def asked_for(words: Sequence[str]) -> tuple[Asked, list[str]]:
     own = {name: text for name, text in pairs if name in Asked._fields}
     others = [w for w, (name, _) in zip(words, pairs) if name not in own]
     require(
+        len(own) + len(others) == len(words),
+        "one of time, batches, lengths and formats is given twice on the command line.",
+    )
+    require(
         own.get("time", "all") in ("all", "train", "decode"),
         f"time={own.get('time')}: train, decode or all.",
     )

@@ -32,12 +32,7 @@ def calibrated(
         UsageError: algorithms, rules or data that do not go together.
     """
     names = [name.strip() for name in config.algorithm.split(",")]
-    batches = list(
-        itertools.islice(
-            iter(data.batches(data.splits(config).train, config)),
-            config.calibration_batches,
-        )
-    )
+    batches = _batches(config, say)
     inputs = [tuple(jnp.asarray(b[k]) for k in INPUTS) for b in batches]
     provider = quantization.serving(config)
     assert provider is not None  # `convert.quantize` has checked
@@ -54,6 +49,20 @@ def calibrated(
     except ValueError as error:
         raise UsageError(first_line(error)) from None
     return result.model, result.report
+
+
+def _batches(config: Config, say: Callable[[str], None]) -> list[data.Batch]:
+    """Returns the batches to calibrate on, none of them twice."""
+    rows, count = data.splits(config).train, config.calibration_batches
+    if isinstance(rows, data.Rows):  # whose number is known; a stream's is not
+        there_are = max(len(rows) // config.batch_size, 1)
+        if there_are < count:
+            say(
+                f"the training split has {there_are} batches of batch_size="
+                f"{config.batch_size}, not calibration_batches={count}: all are seen, once"
+            )
+        count = min(count, there_are)
+    return list(itertools.islice(iter(data.batches(rows, config)), count))
 
 
 INPUTS = ("inputs", "positions", "segments")

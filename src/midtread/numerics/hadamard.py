@@ -9,7 +9,7 @@ but the rounding, since (R x) . (R y) = x . y.
     turn_back(w, signs)     its inverse, along the weight's axis
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,19 @@ def matrix(size: int) -> np.ndarray:
     return h
 
 
+def axis_of(shape: Sequence[int]) -> int | None:
+    """Returns the axis along which signs of this shape run: the last one with several. Those
+    before it count the layers of a stack, each with signs of its own.
+
+    >>> axis_of((1, 8, 1)), axis_of((3, 8, 1)), axis_of((1, 1))
+    (1, 1, None)
+    """
+    return max((axis for axis, n in enumerate(shape) if n > 1), default=None)
+
+
 def turn(x: jax.Array, signs: jax.Array) -> jax.Array:
-    """Multiplies `x` by diag(signs) H / sqrt(n), in runs of n along the axis where `signs`,
-    of x's rank, has n elements.
+    """Multiplies `x` by diag(signs) H / sqrt(n), in runs of n along the axis (`axis_of`)
+    where `signs`, of x's rank, has n elements.
 
     >>> turn(jnp.array([1.0, 0.0]), jnp.array([1.0, -1.0])).round(3).tolist()
     [0.7070000171661377, 0.7070000171661377]
@@ -48,13 +58,13 @@ def turn_back(x: jax.Array, signs: jax.Array) -> jax.Array:
 
 
 def _runs(x: jax.Array, signs: jax.Array, turned: Callable) -> jax.Array:
-    size = max(signs.shape)
-    if size == 1:
+    axis = axis_of(signs.shape)
+    if axis is None:
         return x * signs.astype(x.dtype)
-    axis = signs.shape.index(size)
-    moved = jnp.moveaxis(x, axis, -1)
+    moved, size = jnp.moveaxis(x, axis, -1), signs.shape[axis]
     runs = moved.reshape(*moved.shape[:-1], -1, size).astype(jnp.float32)
-    out = turned(runs, signs.reshape(size).astype(jnp.float32))
+    each = jnp.moveaxis(signs, axis, -1)[..., None, :]
+    out = turned(runs, each.astype(jnp.float32))
     return jnp.moveaxis(out.reshape(moved.shape).astype(x.dtype), -1, axis)
 
 

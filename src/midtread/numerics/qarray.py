@@ -92,7 +92,7 @@ class QArray:
             multiplied before it is quantized (SmoothQuant, AWQ).
         pre_rotation: signs, n along one summed axis: the other operand is multiplied by
             them in runs of n, and every run by the Hadamard matrix of size n, before all
-            else. n is a power of two.
+            else. n is a power of two; a stack of layers has n for each.
         logical: extents before padding to whole tiles, counted from the right; None where
             an axis was never padded.
     """
@@ -293,11 +293,13 @@ def validate(q: QArray) -> None:
                     f"{q.qvalue.shape}: every extent must divide."
                 )
     if q.pre_rotation is not None:
-        runs = [n for n in q.pre_rotation.shape if n > 1]
-        if len(runs) > 1 or any(n & (n - 1) for n in runs):
+        shape = q.pre_rotation.shape
+        axis = hadamard.axis_of(shape) or 0
+        is_stack = all(n in (1, m) for n, m in zip(shape[:axis], q.qvalue.shape))
+        if not is_stack or shape[axis] & (shape[axis] - 1):
             raise ValueError(
-                f"pre_rotation {q.pre_rotation.shape} should have one axis of signs, as many "
-                "as a power of two."
+                f"pre_rotation {shape} should have one axis of signs, as many as a power of "
+                "two, behind those of a stack."
             )
     if q.qvalue.dtype != q.format.dtype:
         raise ValueError(

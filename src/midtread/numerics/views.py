@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.lib.array_utils import normalize_axis_index
 
+from midtread.numerics import hadamard
+
 if TYPE_CHECKING:
     from midtread.numerics.qarray import QArray
 
@@ -117,6 +119,14 @@ def transpose(q: "QArray", axes: Sequence) -> "QArray":
     order = [normalize_axis_index(a, q.ndim) for a in axes or range(q.ndim)[::-1]]
     if sorted(order) != list(range(q.ndim)):
         raise ValueError(f"cannot transpose {q.shape} by {axes}: name each axis once.")
+    if q.pre_rotation is not None:
+        signs = q.pre_rotation.shape
+        behind = hadamard.axis_of([signs[a] for a in order])
+        if behind is not None and order[behind] != hadamard.axis_of(signs):
+            raise ValueError(
+                f"cannot transpose {q.shape} by {order}: the axes of a stack stay before "
+                "the one along which inputs are rotated. Dequantize first."
+            )
     logical = None if q.logical is None else tuple(_logical(q)[a] for a in order)
     return q.map(lambda x: x.transpose(order), logical=logical)
 
@@ -277,7 +287,7 @@ def take(q: "QArray", index: Any) -> "QArray":
 
 
 def _turns(q: "QArray", axis: int) -> bool:
-    return q.pre_rotation is not None and q.pre_rotation.shape[axis] > 1
+    return q.pre_rotation is not None and axis == hadamard.axis_of(q.pre_rotation.shape)
 
 
 def _plain_indices(index: tuple) -> list:
