@@ -15,7 +15,13 @@ MASK = (1 << 32) - 1
 
 
 def number(text):
-    return int(text, 0) & MASK
+    return int(text.replace("0f", "0x"), 0) & MASK
+
+
+def of_floats(fn):
+    """An instruction on float32, whose registers hold floats, or words where they were moved."""
+    wide = lambda v: v if isinstance(v, float) else float(np.uint32(v).view(np.float32))
+    return lambda *values: float(np.float32(fn(*map(wide, values))))
 
 
 def halves(word, dtype):
@@ -70,6 +76,11 @@ INSTRUCTIONS = {
     "cvt.f32.f16": cvt16,
     "cvt.rn.f16x2.e4m3x2": e4m3,
     "cvt.rn.bf16x2.f32": lambda high, low: packed([low, high], jnp.bfloat16),
+    "mul.f32": of_floats(lambda a, b: a * b),
+    "add.f32": of_floats(lambda a, b: a + b),
+    "fma.rn.f32": of_floats(lambda a, b, c: a * b + c),
+    "ex2.approx.f32": of_floats(np.exp2),
+    "rcp.approx.f32": of_floats(lambda a: 1 / a),
 }
 
 

@@ -3,6 +3,7 @@ another, by the functions that build their code, on numbers instead of MLIR."""
 
 import collections
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -92,8 +93,11 @@ CASES = [  # bits, wide and deep, rows, programs
 ]
 
 
+@pytest.mark.parametrize("num_halves", [1, 2])
 @pytest.mark.parametrize(("division", "m", "cluster"), CASES)
-def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypatch):
+def test_rows_are_written_once_with_what_all_have(
+    division, m, cluster, num_halves, monkeypatch
+):
     machine, division = Machine(monkeypatch), lanes.Division(*division)
     padded = -(-m // 8) * 8
     everyone = [(r, t) for r in range(cluster) for t in range(128 * division.groups)]
@@ -115,10 +119,11 @@ def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypa
             exchange._put(ring, division, j, words, padded)
 
     total = functools.partial(exchange._total, ring, division, rows=padded)
-    finish = functools.partial(exchange._alone, total, division.groups, padded)
+    ends = division.groups, padded, num_halves
+    finish = functools.partial(exchange._alone, total, *ends)
     if cluster > 1:
-        how = total, division.groups, m, received, signal
-        finish = functools.partial(exchange._in_cluster, *how)
+        ends = division.groups, m, num_halves, received, signal
+        finish = functools.partial(exchange._in_cluster, total, *ends)
         for machine.rank, machine.thread in everyone:
             finish()
         for rank in range(cluster):
@@ -128,10 +133,12 @@ def test_rows_are_written_once_with_what_all_have(division, m, cluster, monkeypa
 
     out = {}
     for machine.rank, machine.thread in everyone:
-        for row, column, both in finish():
-            for h in (0, 1) if row < m else ():
-                assert (row, column + h) not in out
-                out[row, column + h] = both[h]
+        for row, column, halves in finish():
+            assert len(halves) == num_halves and column < 256 // num_halves
+            for half, h in itertools.product(range(num_halves), (0, 1)):
+                at = row, column + 128 * half + h
+                assert at not in out
+                out |= {at: halves[half][h]} if row < m else {}
     terms = [term(r, part) for r in range(cluster) for part in range(division.deep)]
     want = {
         (row, column): (row * 256 + column) * len(terms) + sum(terms)

@@ -233,15 +233,14 @@ def test_what_is_not_written():
 
 
 def test_a_context_is_shared_where_heads_are_few():
-    bf16 = 2 * 2 * 128  # bytes of a slot
-    assert num_parts(32 * 8, 1024, bf16, 132) == 1
-    assert num_parts(16 * 8, 1024, bf16, 132) == 1
-    assert num_parts(8, 1024, bf16, 132) == 16  # a block of 64 each
-    assert num_parts(8, 8192, bf16, 132) == 128
-    assert (
-        num_parts(2 * 8, 256, bf16, 132) == 1
-    )  # too short to be worth a second kernel
-    assert num_parts(140, 8192, bf16, 132) > 1  # 8 multiprocessors would read two
+    numbers = 2 * 128  # of a slot
+    assert num_parts(32 * 8, 1024, numbers, 132) == 1
+    assert num_parts(16 * 8, 1024, numbers, 132) == 1
+    assert num_parts(8 * 8, 1024, numbers, 132) == 4
+    assert num_parts(8, 1024, numbers, 132) == 16  # a block of 64 each
+    assert num_parts(8, 8192, numbers, 132) == 32
+    assert num_parts(2 * 8, 256, numbers, 132) == 1  # not worth a second kernel
+    assert num_parts(140, 8192, numbers, 132) == 7  # 8 multiprocessors would read two
 
 
 # --- what matmuls leave -----------------------------------------------------------------------

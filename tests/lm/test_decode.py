@@ -210,6 +210,8 @@ def test_a_step_for_cuda_hands_over_what_its_matmuls_leave(value):
     calls = [line for line in text.splitlines() if "gpu.triton" in line]
     takes = lambda name, shape: any(f'name = "{name}"' in x and shape in x for x in calls)  # fmt: skip
     assert takes("add_norm", "2x32x1024xf32")
+    gates = [x for x in text.splitlines() if "mosaic_gpu" in x and "ex2.approx" in x]
+    assert len(gates) == 1 and "tensor<1x32x1024xbf16>" in gates[0].rpartition("->")[2]
     assert takes("write_cache", "2x32x8x128xf32")
 
 
@@ -264,6 +266,29 @@ def test_weights_of_the_same_rows_are_joined_unless_that_changes_something(words
     # A sum that is rounded otherwise may move an activation's code by 1.
     near = 2e-2 if "act_qtype" in words else 1e-5
     np.testing.assert_allclose(logits(joined, tokens), want, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_woven"),
+    [
+        (["quantization=int4w"], True),
+        (["quantization=int8", "use_qwix_quantization=true"], True),
+        (["quantization="], False),  # XLA multiplies
+        (["quantization=int8w", "mlp_activation=clipped_silu"], False),  # no PTX
+        (["quantization=int8w", "mlp_bias=true"], False),
+    ],
+    ids=str,
+)
+def test_sides_of_an_mlp_are_woven_for_a_kernel_that_gates(words, is_woven, key):
+    config = settings.load([*WORDS, "mlp_dim=384", *words])
+    net = convert.in_memory(config, model.create(section(config, Model), seed=1))
+    apart = decode.unstack(net)
+    tokens = jax.random.randint(key, (2, 8), 0, 256)
+    want = logits(apart, tokens)
+    with pretended("h200"):
+        joined = decode.prepare(apart)
+    assert getattr(joined.decoder.layers, "0").mlp.wi_0.is_woven == is_woven
+    np.testing.assert_allclose(logits(joined, tokens), want, atol=2e-2)
 
 
 def test_a_model_under_rules_of_the_users_own(net, config, key):

@@ -14,7 +14,14 @@ take parts and scales themselves:
 If all that uses y takes the Pending instead, XLA does not compute y.
 
 Before a matmul it is the same the other way round: the kernel that quantizes rows can write their
-codes in bfloat16 too, as the kernels for few rows want them (`note_codes`).
+codes in bfloat16 too, as the kernels for few rows want them (`note_codes`). And a kernel may do more
+than its matmul, if it is told what follows:
+
+    with collect(gate="silu") as left:
+        y = x @ w               columns that gate each other, woven (gates.py)
+    left.gated(y)               what y becomes if its kernel has gated it; else None
+
+Again XLA computes no y that nobody uses.
 """
 
 import contextlib
@@ -44,13 +51,20 @@ class Pending(NamedTuple):
 class Left:
     """What the last matmul within `collect` left, and the array that it is."""
 
-    def __init__(self):
+    def __init__(self, gate: str | None = None):
+        self.gate = gate
         self._pending: Pending | None = None
+        self._gated: jax.Array | None = None
         self._result: Any = None
         self._codes: tuple[Any, Any] = (None, None)
 
     def of(self, y: jax.Array) -> Pending | None:
         return self._pending if self._result is y else None
+
+    def gated(self, y: jax.Array) -> jax.Array | None:
+        if self._gated is None or self._result is not y:
+            return None
+        return self._gated.reshape(*y.shape[:-1], -1)
 
 
 _left: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
@@ -59,9 +73,9 @@ _left: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def collect() -> Iterator[Left]:
-    """Notes what the matmuls inside leave."""
-    left = Left()
+def collect(gate: str | None = None) -> Iterator[Left]:
+    """Notes what the matmuls inside leave, or make of it under a gate."""
+    left = Left(gate)
     token = _left.set(left)
     try:
         yield left
@@ -75,7 +89,9 @@ def is_wanted() -> bool:
 
 def begin() -> None:
     """Forgets what an earlier matmul left: another one begins."""
-    note(None)
+    left = _left.get()
+    if left is not None:
+        left._pending = left._gated = left._result = None
 
 
 def note(pending: Pending | None) -> None:
@@ -83,6 +99,19 @@ def note(pending: Pending | None) -> None:
     left = _left.get()
     if left is not None:
         left._pending, left._result = pending, None
+
+
+def gate_wanted() -> str | None:
+    """Returns the name of the gate that follows the matmul, if one does."""
+    left = _left.get()
+    return None if left is None else left.gate
+
+
+def note_gated(out: jax.Array) -> None:
+    """Notes what the kernel of a matmul made of its result, a matrix."""
+    left = _left.get()
+    if left is not None:
+        left._gated = out
 
 
 def note_rows(factor: jax.Array) -> None:
@@ -101,7 +130,7 @@ def note_rows(factor: jax.Array) -> None:
 def note_result(out: jax.Array) -> None:
     """Notes which array the matmul returned."""
     left = _left.get()
-    if left is not None and left._pending is not None:
+    if left is not None:
         left._result = out
 
 

@@ -5,7 +5,8 @@
 
 A step of one token starts some hundreds of kernels, each of which takes a few microseconds
 whatever it does, so fewer and wider matmuls are faster: query, key and value, and the two
-sides of a gated MLP. Columns are computed as they were, by the same codes and scales.
+sides of a gated MLP. Columns are computed as they were, by the same codes and scales. Those of an
+MLP lie woven (kernels/gates.py) where Hopper's kernel for few rows may gate them itself.
 
 The joined weight lies in the first module of its row, and so does the rule that it runs under.
 Modules stay apart where that would change what is computed: other rules, formats, groups or
@@ -19,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.kernels.environment import here
+from midtread.kernels.gates import GATES, STRIP, woven
 from midtread.lm.layers import Linear
 from midtread.model import flaxlib
 
@@ -40,7 +43,7 @@ def join(model: nnx.Module) -> nnx.Module:
         for names in TOGETHER:
             row = [getattr(module, name, None) for name in names]
             if all(isinstance(x, Linear) for x in row) and _share_a_rule(provider, row):
-                _join(row)
+                _join(row, getattr(module, "activation", None))
     return model
 
 
@@ -50,7 +53,7 @@ def _share_a_rule(provider: Any, row: Sequence[Linear]) -> bool:
     return len({provider.rule_at(flaxlib.path_of(x), "dot_general") for x in row}) == 1
 
 
-def _join(row: Sequence[Linear]) -> None:
+def _join(row: Sequence[Linear], activation: str | None) -> None:
     first, *others = row
     names = ("kernel", "bias") if first.has_bias else ("kernel",)
     if any(_parameters(x) != set(names) for x in row):
@@ -59,8 +62,10 @@ def _join(row: Sequence[Linear]) -> None:
     if not all(map(_fit, values.values())):
         return
     is_variable = lambda x: isinstance(x, nnx.Variable)
+    first.is_woven = activation is not None and _can_weave(row, values["kernel"], activation)  # fmt: skip
     for name, parts in values.items():
-        joined = jax.tree.map(lambda *xs: jnp.concatenate(xs, -1), *parts)
+        beside = woven if first.is_woven else lambda *xs: jnp.concatenate(xs, -1)
+        joined = jax.tree.map(beside, *parts)
         box = getattr(first, name)
         setattr(
             first, name, jax.tree.map(flaxlib.like, box, joined, is_leaf=is_variable)
@@ -69,6 +74,14 @@ def _join(row: Sequence[Linear]) -> None:
     for other in others:
         for name in names:
             delattr(other, name)
+
+
+def _can_weave(row: Sequence[Linear], weights: Sequence[Any], activation: str) -> bool:
+    """Whether a kernel may gate the columns of these weights, which are codes then."""
+    is_codes = len(jax.tree.leaves(weights[0])) > 1
+    is_whole = {x.shape[-1] % STRIP for x in weights} == {0}
+    has_code = GATES[activation].code is not None and not row[0].has_bias
+    return is_codes and is_whole and has_code and here().why_not("hopper") is None
 
 
 def _parameters(linear: Linear) -> set[str]:

@@ -17,7 +17,8 @@ from flax import nnx
 from midtread.kernels import choose
 from midtread.kernels.add_norm import Sum
 from midtread.kernels.environment import here
-from midtread.kernels.pending import Left, Pending, collect
+from midtread.kernels.gates import GATES, unwoven
+from midtread.kernels.pending import Left, Pending, collect, is_wanted
 from midtread.lm.config import Model
 from midtread.lm.mesh import keep_rows
 
@@ -58,6 +59,7 @@ class Linear(nnx.Module):
         self.widths: tuple[int, ...] | None = (
             None  # of the weights that lm/join.py made one
         )
+        self.is_woven = False  # whether their columns lie by turns (kernels/gates.py)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...], self.dtype)
@@ -71,7 +73,21 @@ def side_by_side(x: jax.Array, *row: Linear) -> list[jax.Array]:
     (`lm/join.py`)."""
     if row[0].widths is None:
         return [linear(x) for linear in row]
-    return cut(row[0](x), row[0].widths)
+    out = row[0](x)
+    return list(unwoven(out)) if row[0].is_woven else cut(out, row[0].widths)
+
+
+def gated(x: jax.Array, wi_0: Linear, wi_1: Linear, activation: str) -> jax.Array:
+    """Multiplies x by the two sides of an MLP, and gates one by the other: in one kernel, within a
+    step, where they are woven."""
+    if wi_0.is_woven and is_wanted():
+        with collect(gate=activation) as left:
+            both = wi_0(x)
+        out = left.gated(both)
+        if out is not None:
+            return out
+        return GATES[activation].formula(*unwoven(both))
+    return GATES[activation].formula(*side_by_side(x, wi_0, wi_1))
 
 
 def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
@@ -162,18 +178,3 @@ def enter(
             return normed
     x = close(stream)
     return x, x if norm is None else norm(x)
-
-
-def _clipped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gates as gpt-oss does: (up + 1) gate sigmoid(1.702 gate), with gate at most 7 and up
-    within 7."""
-    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
-# how an MLP combines its gate with the values that are gated
-GATES = {
-    "silu": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
-    "clipped_silu": _clipped_silu,
-}

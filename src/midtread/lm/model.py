@@ -32,16 +32,15 @@ from midtread.lm.config import Model
 from midtread.lm.gather import with_weights
 from midtread.lm.latent import LatentAttention
 from midtread.lm.layers import (
-    GATES,
     Embed,
     Linear,
     Open,
     close,
     collect_in_a_step,
     enter,
+    gated,
     named,
     norm,
-    side_by_side,
 )
 from midtread.lm.loss import Goal, Loss, judge
 from midtread.lm.mesh import Layout, keep_rows
@@ -79,7 +78,7 @@ class Mlp(nnx.Module):
         self.activation = m.mlp_activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(GATES[self.activation](*side_by_side(x, self.wi_0, self.wi_1)))
+        return self.wo(gated(x, self.wi_0, self.wi_1, self.activation))
 
 
 class Layer(nnx.Module):

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from midtread.kernels.gates import GATES
 from midtread.lm import ring
 from midtread.lm.config import Model
-from midtread.lm.layers import GATES, Linear, vector
+from midtread.lm.layers import Linear, vector
 
 
 class Load(NamedTuple):
@@ -93,7 +94,7 @@ class Moe(nnx.Module):
             bias = getattr(self, f"{name}_bias")[...].astype(dtype)
             return out + jnp.take(bias, owners, axis=0, mode="clip")
 
-        gate = GATES[m.mlp_activation]
+        gate = GATES[m.mlp_activation].formula
         out = grouped(gate(grouped(rows, "wi_0"), grouped(rows, "wi_1")), "wo")
         if not is_all:  # rows beyond all groups are undefined
             inside = jnp.arange(len(out)) < jnp.sum(sizes)

@@ -45,8 +45,9 @@ from midtread.numerics.qarray import QArray
 
 ROWS = 16  # query heads of a program, g of them real: the least for a tensor core
 BLOCK = 64  # slots read at once
-PROGRAMS = 1024  # at least so many, where a context is shared and long enough
-CORE_BANDWIDTH = 36e3  # bytes that one multiprocessor of an H200 reads in a microsecond
+PROGRAMS = 256  # at most so many share contexts, or LONG ones with SHARE slots each
+LONG, SHARE = 1024, 256
+CORE_RATE = 18e3  # numbers that a multiprocessor of an H200 takes in a microsecond
 MERGE = 3.5  # microseconds of a second kernel, seen on an H200
 PARTS, WIDTH = 16, 32  # parts, and numbers of a head, that are merged at once
 LOWEST = -1e30  # below every logit
@@ -55,7 +56,7 @@ FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of a cache of code
 FLOATS = ("bfloat16", "float16")  # of a cache of floats
 
 
-def num_parts(pairs: int, slots: int, slot_bytes: int, cores: int) -> int:
+def num_parts(pairs: int, slots: int, numbers: int, cores: int) -> int:
     """Returns how many programs share the context of one head of one sequence.
 
     One, if the multiprocessor that has most to read then needs no longer than it would take to
@@ -64,13 +65,15 @@ def num_parts(pairs: int, slots: int, slot_bytes: int, cores: int) -> int:
     Args:
         pairs: of a sequence and a head of the cache.
         slots: of the cache, all of which might be seen.
-        slot_bytes: of one slot of one head, keys and values.
+        numbers: of one slot of one head, keys and values. Codes are fewer bytes but take as
+            long: int8 and bfloat16 were both read at 70 slots of 256 numbers a microsecond.
         cores: multiprocessors.
     """
     in_excess = -(-pairs // cores) - pairs / cores  # contexts more than an even share
-    if in_excess * slots * slot_bytes <= MERGE * CORE_BANDWIDTH:
+    if in_excess * slots * numbers <= MERGE * CORE_RATE:
         return 1
-    return max(1, min(PROGRAMS // pairs, -(-slots // BLOCK)))
+    few, many = (programs // pairs for programs in (PROGRAMS, LONG))
+    return max(1, min(max(few, min(many, slots // SHARE)), -(-slots // BLOCK)))
 
 
 def _rounded(parts: int) -> int:
@@ -253,8 +256,7 @@ def decode_attention(
         planes = triton_words.num_planes(fmt)
         k, v = ((triton_words.as_words(codes, fmt), s) for codes, s in (k, v))
     if parts is None:
-        slot_bytes = 2 * k[0].shape[3] * k[0].dtype.itemsize
-        parts = num_parts(batch * heads, slots, slot_bytes, num_cores())
+        parts = num_parts(batch * heads, slots, 2 * width, num_cores())
     parts = _rounded(parts)
     rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
     padded = -(-slots // block) * block

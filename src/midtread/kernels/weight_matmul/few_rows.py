@@ -77,9 +77,14 @@ class Hopper(NamedTuple):
 
     def leave(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled, and a note of how to compute it from what the kernel writes."""
-        left = _parts_call(self, a.last is not None)(a.x_MK, a.codes, *self._scales(a))
+        given = a.x_MK, a.codes, *self._scales(a)
+        left = _parts_call(self, a.last is not None)(*given)
         if left.parts.dtype == jnp.float32:
             pending.note(left)
+        gate, blocks = pending.gate_wanted(), self.planned[2]
+        if gate is not None and blocks.split == blocks.cluster and self.dtype == jnp.bfloat16:  # fmt: skip
+            gated = _parts_call(self, a.last is not None, gate)(*given)
+            pending.note_gated(gated.total())
         return left.total().astype(self.dtype)
 
     def multiply(self, a: WeightArrays) -> jax.Array:
@@ -276,8 +281,9 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
 
 
 @functools.cache
-def _parts_call(plan: Hopper, has_last: bool) -> Callable:
-    """The same function on one device, of which sums and scales of columns may be left."""
+def _parts_call(plan: Hopper, has_last: bool, gate: str | None = None) -> Callable:
+    """The same function on one device, of which sums and scales of columns may be left, or whose
+    columns gate each other."""
     is_there = plan.is_grouped, has_last, plan.has_zeros
 
     @jax.jit
@@ -285,6 +291,7 @@ def _parts_call(plan: Hopper, has_last: bool) -> Callable:
         rest = iter(given)
         parts = [next(rest) if there else None for there in is_there]
         options = {"dtype": plan.kernel_dtype, "interpret": plan.is_interpreted}
+        options |= {"gate": gate}
         return hopper_kernel.decode_matmul(
             x, decoding.as_bytes(codes), *parts, fmt=plan.fmt, blocks=plan.planned[2], **options
         )  # fmt: skip

@@ -19,14 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from midtread.kernels.gates import GATES
 from midtread.kernels.hopper.lanes import COLUMNS, Division
 from midtread.kernels.hopper.threads import (
     address_of,
+    array,
     asm,
     flipped,
     load_pair,
     modulo,
     plus,
+    pure,
     shifted,
     times,
     value,
@@ -38,6 +41,9 @@ from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
 SIGNAL = (
     2,
 )  # the shape, in words, of the barrier that counts the bytes of other programs
+
+# Two numbers for each thread of a warpgroup.
+_PAIRS = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
 
 _PREPARE = """{ .reg .pred p; setp.eq.u32 p, $1, 0;
     @p mbarrier.init.shared::cta.b64 [$0], 1;
@@ -75,6 +81,32 @@ def _rank():
     return asm([word_type()], "mov.u32 $0, %cluster_ctarank;", [], "=r")[0]
 
 
+def factors(scales: Any, gate: str | None = None) -> list[jax.Array]:
+    """Loads the scales of a program's columns, [256] in memory, for `finish`: those of the columns
+    that a thread writes. A kernel that does so before it sums need not wait for memory after it."""
+    halves, size = range(1 if gate is None else 2), jnp.dtype(scales.dtype).itemsize
+    one = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=_PAIRS)
+
+    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()], return_type=[one] * len(halves))
+    def load(ctx, scales):
+        del ctx
+        pair, out = ir.VectorType.get((2,), ir.F32Type.get()), []
+        for half in halves:
+            column = plus(_positions(1, 1, len(halves))[0][1], half * COLUMNS // 2)
+            words = load_pair(address_of(scales, times(column, size)), size)
+            packed = llvm.mlir_undef(pair)
+            for h, word in enumerate(words):
+                wide = mgpu.utils.bitcast(word, ir.F32Type.get())
+                packed = llvm.insertelement(packed, wide, value(h))
+            out.append(
+                array([packed], (COLUMNS,), mgpu.WGStridedFragLayout((COLUMNS,), 2))
+            )
+        return out
+
+    run: Any = load  # its first argument comes from Pallas
+    return run(scales)
+
+
 class Slots(NamedTuple):
     """Which part of a result [slots, m, 256] is written: the slot that gets the sums (the others
     get zeros), the first row, and how many rows of each slot."""
@@ -85,27 +117,29 @@ class Slots(NamedTuple):
 
 
 def finish(
-    out: Any, spare: tuple[Any, Any], sums: list[jax.Array], scale: Any, division: Division,
-    others: tuple | None = None, slots: Slots | None = None,
+    out: Any, spare: tuple[Any, Any], sums: list[jax.Array], scale: list, division: Division,
+    others: tuple | None = None, slots: Slots | None = None, gate: str | None = None,
 ) -> None:  # fmt: skip
-    """Adds up the sums of warpgroups and of a cluster's programs, and writes rows [1, m, 256].
+    """Adds up the sums of warpgroups and of a cluster's programs, and writes rows [1, m, 256], or
+    [1, m, 128] where the first half of the columns gates the second.
 
     Args:
         spare: shared memory that nobody needs any more, for sums to change hands in, and its
             transforms.
-        scale: of columns, [1, 256] in memory, float32 or bfloat16; None for none.
+        scale: of columns, by `factors`; none of them if there are none.
         others: where a cluster shares a sum: memory of `received_shape`, float32, for those
             of the others, and the barrier that says they have come.
         slots: which of several slots to write; then this may be called repeatedly.
+        gate: a name in `gates.GATES` that has PTX.
     """
     ring, order = spare
-    refs = [out, ring, *(others or ()), *([] if scale is None else [scale])]
+    refs = [out, ring, *(others or ())]
     (num_slots, m, _), rows = out.shape, sums[0].shape[1]
     strides = math.prod(out.ref.shape[1:]), out.ref.shape[-1]
     size = jnp.dtype(out.dtype).itemsize
-    scale_size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     types: list[Any] = [plgpu.RefType() for _ in refs]
     types[1] = plgpu.RefType(order)
+    types += [_PAIRS] * len(scale)
     types += [plgpu.Layout.WGMMA] * len(sums)
     known = [] if slots is None else [slots.own, slots.first, *slots.counts]
     types += [plgpu.Layout.WG_SPLAT(())] * len(known)
@@ -115,7 +149,7 @@ def finish(
         del ctx
         rest = list(rest)
         sent = (rest.pop(0), rest.pop(0)) if others else None
-        factors = None if scale is None else rest.pop(0)
+        scaling = [rest.pop(0).registers.flat[0] for _ in scale]
         needed = division.deep * rows * COLUMNS * 4
         room = math.prod(ring.type.shape) * ring.type.element_type.width // 8
         assert room >= needed, (ring.type, needed)
@@ -125,44 +159,55 @@ def finish(
         asm([], "barrier.sync 0;", [], "")
         own, first, *counts = [v.registers.flat[0] for v in rest] or [0, 0, m]
         total = functools.partial(_total, ring, division, rows=rows)
-        groups = division.groups
+        groups, num_halves = division.groups, 1 if gate is None else 2
         results = (
-            _in_cluster(total, groups, m, *sent)
+            _in_cluster(total, groups, m, num_halves, *sent)
             if sent
-            else _alone(total, groups, rows)
+            else _alone(total, groups, rows, num_halves)
         )
-        for row, column, both in results:
-            if scale is not None:
-                start = address_of(factors, times(column, scale_size))
-                words = load_pair(start, scale_size)
-                words = [mgpu.utils.bitcast(w, ir.F32Type.get()) for w in words]
-                both = [arith.mulf(v, f) for v, f in zip(both, words)]
+        for row, column, halves in results:
+            for h, pair in enumerate(
+                scaling
+            ):  # a thread has the same columns of all rows
+                each = [llvm.extractelement(pair, value(i)) for i in (0, 1)]
+                halves[h] = [arith.mulf(v, f) for v, f in zip(halves[h], each)]
+            both = halves[0] if gate is None else _gated(gate, *halves)
             element = plus(times(row, strides[1]), column)
             row = plus(row, times(first, -1))
             for s in range(num_slots):
                 address = address_of(out, times(plus(element, s * strides[0]), size))
                 _write(address, _chosen(both, own, s), row, counts[s], size)
 
-    run(*refs, *sums, *known)
+    run(*refs, *scale, *sums, *known)
 
 
-def _positions(groups: int, count: int) -> list:
+def _positions(groups: int, count: int, num_halves: int = 1) -> list:
     """The (row, column) pairs that this thread is responsible for, of at least `count` rows of
-    256 columns. A warpgroup takes one row at a time, and a thread two columns of it."""
-    threads = [plus(mgpu.thread_idx(), i * 128) for i in range(0, count, groups)]
-    return [(shifted(e, 7), times(modulo(e, 128), 2)) for e in threads]
+    256 columns, or of half of them. A thread takes two columns, the same of each of its rows, and
+    a warpgroup one row at a time, or two halves."""
+    shift = 8 - num_halves  # so many bits number the pairs of columns
+    steps = range(0, -(-count // num_halves), groups)
+    threads = [plus(mgpu.thread_idx(), i * 128) for i in steps]
+    return [(shifted(e, shift), times(modulo(e, 1 << shift), 2)) for e in threads]
 
 
-def _alone(total: Callable, groups: int, rows: int) -> list:
-    """(row, column, the sums of two neighbouring columns) of all that this thread writes, added
-    up over the sets of warpgroups."""
+def _halves(sum_at: Callable, row, column, num_halves: int) -> list:
+    """What `sum_at` says of two columns of a row, and of the two that lie half the columns on."""
+    columns = [plus(column, h * COLUMNS // 2) for h in range(num_halves)]
+    return [sum_at(row, each) for each in columns]
+
+
+def _alone(total: Callable, groups: int, rows: int, num_halves: int) -> list:
+    """(row, column, the sums of two neighbouring columns of each half) of all that this thread
+    writes, added up over the sets of warpgroups."""
+    last = lambda row: arith.minui(row, value(rows - 1))
     return [
-        (row, column, total(arith.minui(row, value(rows - 1)), column))
-        for row, column in _positions(groups, rows)
+        (row, column, _halves(total, last(row), column, num_halves))
+        for row, column in _positions(groups, rows, num_halves)
     ]
 
 
-def _in_cluster(total: Callable, groups: int, m: int, received, signal) -> list:
+def _in_cluster(total: Callable, groups: int, m: int, num_halves: int, received, signal) -> list:  # fmt: skip
     """The same, added up over all programs of a cluster, which share m rows."""
     away, share, _ = received.type.shape
     cluster, rank = away + 1, _rank()
@@ -180,14 +225,25 @@ def _in_cluster(total: Callable, groups: int, m: int, received, signal) -> list:
             given = [llvm.ptrtoint(word_type(), target), _word(signal), to]
             given += [*total(last(row), column), row, value(m)]
             asm([], _SEND, given, "r,r,r,f,f,r,r")
+    positions = _positions(groups, share, num_halves)
     rows = [plus(times(i, cluster), rank) for i, _ in positions]
-    own = [total(last(row), column) for row, (_, column) in zip(rows, positions)]
+    own = [_halves(total, last(row), column, num_halves) for row, (_, column) in zip(rows, positions)]  # fmt: skip
     asm([], _WAIT, [_word(signal)], "r")
-    results = []
-    for row, (i, column), both in zip(rows, positions, own):
+
+    def arrived(i, column) -> list:
         given = [address_of(received, _offset(slot(d, i), column)) for d in range(away)]
-        results.append((row, column, _added([both, *map(_pair, given)])))
+        return _added([*map(_pair, given)])
+
+    results = []
+    for row, (i, column), halves in zip(rows, positions, own):
+        more = _halves(arrived, i, column, num_halves)
+        results.append((row, column, [_added(pairs) for pairs in zip(halves, more)]))
     return results
+
+
+def _gated(gate: str, gates: list, values: list) -> list:
+    code = GATES[gate].code
+    return [pure(code, [ir.F32Type.get()], [a, b])[0] for a, b in zip(gates, values)]
 
 
 def _chosen(both, own, s: int):

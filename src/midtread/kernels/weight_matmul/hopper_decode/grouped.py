@@ -213,7 +213,7 @@ def _write(
     columns = pl.ds(tile * COLUMNS, COLUMNS)
     out = refs.out.at[:, pl.ds(row, refs.x_ring.shape[1]), columns]
     scale = refs.column_scales
-    scale = None if scale is None else scale.at[pl.ds(group, 1), columns]
+    scale = [] if scale is None else exchange.factors(scale.at[group, columns])
     counts = [jnp.where(is_written, high - low, 0) for is_written in written]
     slots = exchange.Slots(slot, low, counts)
     spare = refs.exchange, SWIZZLED

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.kernels.gates import GATES, unwoven
 from midtread.kernels.hopper import lanes
 from midtread.kernels.hopper.lanes import COLUMNS
 from midtread.kernels.hopper.ring import named, zero_points
@@ -74,13 +75,15 @@ def _body(*given, plan: Plan, names: tuple[str, ...]):
     others = (refs.received, refs.signal) if plan.is_clustered else None
     if others:
         exchange.prepare(refs.signal, plan.blocks.cluster, refs.out.shape[1])
+    scale, gate = refs.column_scales, plan.gate
+    columns = pl.ds(tile * COLUMNS, COLUMNS)
+    scale = [] if scale is None else exchange.factors(scale.at[0, columns], gate)
     sums = pipeline.sums(plan, refs, me)
     if plan.native:
-        columns = pl.ds(tile * COLUMNS, COLUMNS)
-        scale = refs.column_scales
-        scale = None if scale is None else scale.at[:, columns]
-        out = refs.out.at[pl.ds(share, 1), :, columns]
-        exchange.finish(out, plan.spare(refs), sums, scale, plan.division, others)
+        width = COLUMNS if gate is None else COLUMNS // 2
+        out = refs.out.at[pl.ds(share, 1), :, pl.ds(tile * width, width)]
+        ends = plan.spare(refs), sums, scale, plan.division, others
+        exchange.finish(out, *ends, gate=gate)
     else:
         for a, one in enumerate(sums):
             refs.out[part, me.ring, tile, me.within * plan.blocks.wide + a] = one
@@ -96,6 +99,7 @@ def decode_matmul(
     fmt: Format,
     blocks: DecodeBlocks,
     dtype=jnp.float32,
+    gate: str | None = None,
     interpret: bool = False,
 ) -> Pending:
     """x times the codes' values, scaled: one part [1, M, N] in `dtype`, or parts in float32
@@ -106,6 +110,8 @@ def decode_matmul(
         last_N: of columns, likewise.
         zeros_GN: zero points of groups, codes of the same type.
         dtype: of the result, float32 or bfloat16.
+        gate: a name in `gates.GATES`: the columns are woven, and [1, M, N / 2] comes out. Then a
+            cluster must have the whole sum.
     """
     (m, k), bits = x_MK.shape, dtype_bits(fmt.dtype)
     assert k % blocks.k == 0 and blocks.split <= k // blocks.k, (k, blocks)
@@ -121,7 +127,9 @@ def decode_matmul(
     if zeros_GN is not None and group:
         zeros = zero_points(zeros_GN, COLUMNS, max(1, blocks.k // group))
         zero_bits = zeros.shape[1] * 8 // num_n
-    plan = Plan(fmt, group, native, zero_bits, blocks, num_chunks=k // blocks.k)
+    assert gate is None or shares == 1, blocks
+    chunks = k // blocks.k
+    plan = Plan(fmt, group, native, zero_bits, blocks, num_chunks=chunks, gate=gate)
     operands = {"x": x_MK, "codes": bytes_KB}
     operands |= {} if scale_GN is None else {"group_scales": scale_GN}
     operands |= {} if zeros is None else {"group_zeros": zeros}
@@ -136,7 +144,8 @@ def decode_matmul(
             shape = exchange.received_shape(blocks.cluster, m)
             buffers["received"] = plgpu.SMEM(shape, jnp.float32)
             buffers["signal"] = plgpu.SMEM(exchange.SIGNAL, jnp.int32)
-        out = (shares, m, num_n), dtype if shares == 1 else jnp.float32
+        wide = num_n if gate is None else num_n // 2
+        out = (shares, m, wide), dtype if shares == 1 else jnp.float32
         mesh |= {"cluster": (blocks.cluster,), "cluster_names": ("part",)}
     else:  # the interpreter knows no clusters
         buffers |= plan.interpreter_buffers()
@@ -155,6 +164,9 @@ def decode_matmul(
     out = kernel(*alike(*operands.values()))
     if interpret:
         out = by_columns(jnp.sum(out, (0, 1)), bits)[None, :m]
+        if gate is not None:
+            out = Pending(out, last_N).total().astype(jnp.bfloat16).astype(jnp.float32)
+            return Pending(GATES[gate].formula(*unwoven(out))[None].astype(dtype))
     return Pending(out, None if in_kernel else last_N)
 
 

@@ -76,6 +76,7 @@ class Plan(ring.Plan):
 
     blocks: DecodeBlocks
     num_chunks: int  # blocks of the whole sum
+    gate: str | None = None  # by which half of the columns gates the other
 
     @property
     def division(self) -> lanes.Division:
