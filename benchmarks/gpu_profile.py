@@ -1,7 +1,7 @@
 """Which kernels a decoding step is made of, and what each takes: from a profile of a few steps.
 
 Kernels are timed by the device, so what lies between them is not in their sum: the rest of what
-benchmarks/gpu_generate.py and gpu_formats.py measure. It has not run on a GPU yet.
+benchmarks/gpu_generate.py and gpu_formats.py measure.
 
     python benchmarks/gpu_profile.py step bf16 int8w+kv8 --batch 32 --seen 256 --layers 8
     python benchmarks/gpu_profile.py stack w8a8 fp8 nvfp4 --batch 1 16

@@ -15,13 +15,18 @@ MASK = (1 << 32) - 1
 
 
 def number(text):
-    return int(text.replace("0f", "0x"), 0) & MASK
+    return int(re.sub("^0f", "0x", text), 0) & MASK
 
 
 def of_floats(fn):
     """An instruction on float32, whose registers hold floats, or words where they were moved."""
     wide = lambda v: v if isinstance(v, float) else float(np.uint32(v).view(np.float32))
-    return lambda *values: float(np.float32(fn(*map(wide, values))))
+
+    @np.errstate(over="ignore")  # a GPU overflows to infinity as well
+    def instruction(*values):
+        return float(np.float32(fn(*map(wide, values))))
+
+    return instruction
 
 
 def halves(word, dtype):

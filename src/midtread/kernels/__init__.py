@@ -27,6 +27,7 @@ Around them:
     */adapter.py       from matrices to a plan for a kernel, or why not; those of
                        weight_matmul/ are few_rows.py, few_groups.py, few_codes.py, many_rows.py
     pending.py         what a matmul leaves to the kernel that comes next in a step
+    gates.py           how an MLP gates one half of its columns by the other, in JAX and in PTX
     partition.py       a kernel as a function of JAX that can be differentiated and sharded
     measured.py        how fast weights were served, with float rows and quantized ones
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json
