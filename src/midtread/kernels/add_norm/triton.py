@@ -4,8 +4,9 @@
 
 XLA makes one kernel of the sum and its squares and another of what is made with their mean, and
 each takes two or three microseconds whatever it does (NVIDIA H200, 32 rows of 4096). Here a
-program reads a row once. What a matmul left of y (pending.py) is summed and scaled first. The sum is rounded to the stream's dtype before it is squared, as it is
-where it is written; all else is float32.
+program reads a row once. What a matmul left of y (pending.py) is summed and scaled first, by as
+many warps as there can be, since each part is one more load to wait for. The sum is rounded to
+the stream's dtype before it is squared, as it is where it is written; all else is float32.
 """
 
 import functools
@@ -90,6 +91,7 @@ def add_norm(
         args, specs, of = [y], [row], None
     x, *args = alike(x, *args, scale[None])
     options = {"epsilon": epsilon, "offset": offset, "scale_dtype": scale_dtype}
+    warps = max(1, min(16, padded // 256) if of is None else min(32, padded // 128))
     out = pl.pallas_call(
         functools.partial(_body, columns=n, of=of, **options),
         name="add_norm",
@@ -97,7 +99,7 @@ def add_norm(
         in_specs=[row, *specs, shared],
         out_specs=[row, row],
         out_shape=[result((m, n), x.dtype, x), result((m, n), dtype, x)],
-        compiler_params=triton_params(num_warps=min(8, max(1, padded // 256)), num_stages=1),
+        compiler_params=triton_params(warps, 1),
         interpret=interpret,
     )(x, *args)  # fmt: skip
     return Normed(*out)

@@ -238,7 +238,7 @@ def decode_attention(
     softcap: float | None = None,
     parts: int | None = None,
     block: int = BLOCK,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int = 3,
     interpret: bool = False,
 ) -> jax.Array:
@@ -249,6 +249,8 @@ def decode_attention(
         k, v: ([B, S, K, h] codes, [B, S, K or 1] scales in float32), or floats in q's
             dtype and None, and then `fmt` is None.
         parts: programs that share a context; None: as `num_parts` says.
+        warps: of a program; None: 2 for floats where every multiprocessor has a context or more
+            to itself (which saves 0.7 of 11.5 us), else 4.
     """
     batch, heads, group, width = q_BKgh.shape
     slots, planes = k[0].shape[1], 1
@@ -258,6 +260,9 @@ def decode_attention(
     if parts is None:
         parts = num_parts(batch * heads, slots, 2 * width, num_cores())
     parts = _rounded(parts)
+    if warps is None:
+        is_full = parts == 1 and batch * heads >= num_cores()
+        warps = 2 if fmt is None and is_full else 4
     rows = 1 << (group - 1).bit_length()  # a block's extents are powers of two
     padded = -(-slots // block) * block
     one = lambda *block: pl.BlockSpec((None, None, *block), lambda b, j, i: (b, j, *[0] * len(block)))  # fmt: skip
