@@ -166,9 +166,7 @@ def finish(
             else _alone(total, groups, rows, num_halves)
         )
         for row, column, halves in results:
-            for h, pair in enumerate(
-                scaling
-            ):  # a thread has the same columns of all rows
+            for h, pair in enumerate(scaling):  # the same columns in every row
                 each = [llvm.extractelement(pair, value(i)) for i in (0, 1)]
                 halves[h] = [arith.mulf(v, f) for v, f in zip(halves[h], each)]
             both = halves[0] if gate is None else _gated(gate, *halves)
