@@ -38,6 +38,11 @@ def _is_known(name: str, value: Any) -> bool:
     return True
 
 
+def _is_part(args: tuple) -> bool:
+    """Returns whether something is being traced, of which this call is a part."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+
+
 class Program:
     """A function that is compiled as `jax.jit(run, **arguments)` does it, with `options()`.
 
@@ -54,8 +59,8 @@ class Program:
         )
 
     def __call__(self, *args):
-        is_part = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        return (self.plain if is_part else self._here())(*args)
+        run = self._here()
+        return (self.plain if run is not self.plain and _is_part(args) else run)(*args)
 
     def trace(self, *args) -> jax.stages.Traced:
         """Returns the program for arguments like these, not yet lowered."""
