@@ -149,8 +149,8 @@ def test_only_a_loop_of_layers_needs_no_barrier(words, barriers):
     [
         ([], 2e-6),
         # XLA joins other operations, so that sums differ in their last bit, and with them
-        # here and there a code.
-        (["quantization=int8", "use_qwix_quantization=true"], 5e-5),
+        # here and there a code. Weights moved by 1e-7 change these losses by 4e-4.
+        (["quantization=int8", "use_qwix_quantization=true"], 4e-4),
     ],
     ids=["float", "int8"],
 )
