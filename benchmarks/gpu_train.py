@@ -8,8 +8,10 @@ Rows, in this order; none named: all.
                                          packed, vocabulary 32,000, remat minimal; quantized
                                          ones keep their codes (minimal_with_quantization)
     int8-minimal delayed-minimal         the same, codes made again for the backward
-    bf16-none int8-none delayed-none     the same, nothing computed again, which is what
-    fp8_full-none current-none           remat_policy=auto gives them
+    bf16-none int8-none delayed-none     the same, nothing computed again
+    fp8_full-none current-none
+    bf16-auto int8-auto delayed-auto     the same with no remat policy set: what `auto` takes
+    fp8_full-auto current-auto           on this device, which the row says
     cudnn blockwise                      the same in bf16 with that attention
     codes                                int8 with remat_policy=quantized
     unscanned unscanned-int8             the same with scan_layers=false
@@ -20,12 +22,16 @@ Rows, in this order; none named: all.
     llama3-8b llama3-8b-codes            all of it: delayed fp8, 8-bit AdamW, bf16 weights
     llama3-8b-unrolled                   the same with scan_unroll=32
     eight eight-scanned                  8 layers of it, one by one, and under a scan
+    eight-scanned-int8                   the latter in int8
+    eight-scanned-fused                  both as XLA compiles them when it is given no options
+    eight-scanned-int8-fused             (lm/program.py)
 
 A row prints as soon as it is done and is appended to the results; one that fails says why and
 the next goes on; none begins after --seconds. --tiny: the same rows, small, on any device.
 --compile compiles, from shapes, and does not run; with the same --cache another command then
 need not compile.
 TFLOP/s count what the model needs (lm/roofline.py: model_flops), not what is computed again.
+"x bf16" is against the row bf16 of the same run, that of an -auto row against bf16-auto.
 """
 
 import argparse
@@ -39,7 +45,7 @@ import optax
 from flax import nnx
 
 from midtread import optim
-from midtread.lm import attend, build, roofline, settings, stacks, step
+from midtread.lm import attend, build, roofline, room, settings, stacks, step
 from midtread.lm import loss as losses
 from midtread.lm import model as models
 from midtread.lm.config import Config, Model, Training, section
@@ -47,8 +53,8 @@ from midtread.lm.rows import Rows, stack
 from midtread.optim import slices
 
 LLAMA = ["model_name=llama3-8b", "dataset_type=synthetic"]
-FOUR = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
-FOUR += ["remat_policy=minimal"]
+AUTO = [*LLAMA, "num_decoder_layers=4", "vocab_size=32000", "batch_size=4"]
+FOUR = [*AUTO, "remat_policy=minimal"]
 LONG = [*FOUR, "max_target_length=8192", "batch_size=2"]
 SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
 SMALL_STATES += ["weight_rounding=stochastic"]
@@ -58,29 +64,34 @@ ALL = [*LLAMA, "batch_size=4", *DELAYED, *SMALL_STATES]
 EIGHT = [*ALL, "num_decoder_layers=8", "vocab_size=32000", "remat_policy=minimal"]
 INT8 = ["quantization=int8", "use_qwix_quantization=true"]
 FP8 = ["quantization=fp8_full", "use_qwix_quantization=true"]
+CURRENT = ["quantization=te_fp8_currentscaling"]
 
 ROWS = {
     "bf16": FOUR,
     "int8": [*FOUR, *INT8, *KEEP],
     "delayed": [*FOUR, *DELAYED, *KEEP],
     "fp8_full": [*FOUR, *FP8, *KEEP],
-    "current": [*FOUR, "quantization=te_fp8_currentscaling", *KEEP],
+    "current": [*FOUR, *CURRENT, *KEEP],
     "int8-minimal": [*FOUR, *INT8],
     "delayed-minimal": [*FOUR, *DELAYED],
     "bf16-none": [*FOUR, "remat_policy=none"],
     "int8-none": [*FOUR, *INT8, "remat_policy=none"],
     "delayed-none": [*FOUR, *DELAYED, "remat_policy=none"],
     "fp8_full-none": [*FOUR, *FP8, "remat_policy=none"],
-    "current-none": [
-        *FOUR,
-        "quantization=te_fp8_currentscaling",
-        "remat_policy=none",
-    ],
+    "current-none": [*FOUR, *CURRENT, "remat_policy=none"],
+    "bf16-auto": AUTO,
+    "int8-auto": [*AUTO, *INT8],
+    "delayed-auto": [*AUTO, *DELAYED],
+    "fp8_full-auto": [*AUTO, *FP8],
+    "current-auto": [*AUTO, *CURRENT],
     "cudnn": [*FOUR, "attention=cudnn"],
     "llama3-8b": [*ALL, "remat_policy=minimal"],
     "llama3-8b-unrolled": [*ALL, "remat_policy=minimal", "scan_unroll=32"],
     "eight": [*EIGHT, "scan_unroll=8"],
     "eight-scanned": [*EIGHT, "scan_unroll=1"],
+    "eight-scanned-int8": [*EIGHT, *INT8, "scan_unroll=1"],
+    "eight-scanned-fused": [*EIGHT, "scan_unroll=1"],
+    "eight-scanned-int8-fused": [*EIGHT, *INT8, "scan_unroll=1"],
     "unscanned": [*FOUR, "scan_layers=false"],
     "unscanned-int8": [*FOUR, *INT8, "scan_layers=false"],
     "codes": [*FOUR, *INT8, "remat_policy=quantized"],
@@ -99,7 +110,14 @@ def config_of(words: list[str], attention: str, is_tiny: bool) -> Config:
     words = [*words, *(TINY if is_tiny else [])]
     named = {w.partition("=")[0]: w for w in words}  # the last of two of a name
     named.setdefault("attention", f"attention={attention}")
-    return settings.load(list(named.values()))
+    return room.settle(settings.load(list(named.values())))
+
+
+def base_of(name: str) -> str | None:
+    """The row that a row is compared with, if any."""
+    if name.endswith("-auto"):
+        return "bf16-auto"
+    return "bf16" if ROWS[name][: len(FOUR)] == FOUR else None
 
 
 def packed_batch(config: Config) -> dict:
@@ -124,7 +142,7 @@ def shapes(net, t: Training) -> step.State:
     return jax.eval_shape(begin, parts.learned, parts.kept)
 
 
-def compile_row(config: Config) -> dict:
+def compile_row(config: Config, run=step.run) -> dict:
     """Seconds of compiling and bytes of a step; nothing is allocated."""
     m, t = section(config, Model), section(config, Training)
     net = build.for_training(config, models.abstract(m))
@@ -135,9 +153,10 @@ def compile_row(config: Config) -> dict:
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     batch = jax.tree.map(like, packed_batch(config))
     started = time.perf_counter()
-    compiled = step.run.lower(setup, state, parts.random, batch).compile()
+    compiled = run.lower(setup, state, parts.random, batch).compile()
     seconds = time.perf_counter() - started
-    return {"compile s": seconds, "GiB": peak_bytes(compiled) / 2**30}
+    gib = peak_bytes(compiled) / 2**30
+    return {"compile s": seconds, "GiB": gib, "remat": config.remat_policy}
 
 
 def peak_bytes(compiled) -> int:
@@ -146,7 +165,7 @@ def peak_bytes(compiled) -> int:
     return peak + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
-def train_row(config: Config, calls: int = 10) -> dict:
+def train_row(config: Config, calls: int = 10, run=step.run) -> dict:
     """Seconds of a step and of compiling, tokens/s, TFLOP/s, share of the peak, bytes."""
     m, t = section(config, Model), section(config, Training)
     chosen = attend.describe(m, config.batch_size).split(" ")[1]
@@ -160,7 +179,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
     parts = parts._replace(learned=None, kept=None)
     batch = jax.device_put(packed_batch(config))
     started = time.perf_counter()
-    compiled = step.run.lower(how, state, parts.random, batch).compile()
+    compiled = run.lower(how, state, parts.random, batch).compile()
     compile_seconds = time.perf_counter() - started
     for _ in range(2):
         state, metrics = compiled(state, parts.random, batch)
@@ -179,7 +198,7 @@ def train_row(config: Config, calls: int = 10) -> dict:
         "ms": 1e3 * best, "tokens/s": batch["inputs"].size / best, "TFLOP/s": flops / 1e12,
         "of bf16 peak": share, "GiB": peak_bytes(compiled) / 2**30, "compile s": compile_seconds,
         "loss": (first, float(metrics["loss"])), "attention": chosen,
-        "weights": why_stacked or "a slice for each layer",
+        "weights": why_stacked or "a slice for each layer", "remat": config.remat_policy,
     }  # fmt: skip
 
 
@@ -289,7 +308,7 @@ def main() -> None:
     options = parser.parse_args()
     # Compile times are results, unless a folder is named.
     jax.config.update("jax_compilation_cache_dir", options.cache)
-    started, base = time.perf_counter(), None
+    started, times = time.perf_counter(), {}
     with open(options.results, "a") as results:
 
         def say(text: str) -> None:
@@ -312,12 +331,14 @@ def main() -> None:
                     continue
                 config = config_of(ROWS[name], options.attention, options.tiny)
                 calls = 4 if name.startswith("llama3") else 10
-                row = (
-                    compile_row(config) if options.compile else train_row(config, calls)
-                )
-                base = row.get("ms") if name == "bf16" else base
-                if base and "ms" in row and ROWS[name][: len(FOUR)] == FOUR:
-                    row["x bf16"] = base / row["ms"]
+                run = step.run.plain if name.endswith("-fused") else step.run
+                if options.compile:
+                    row = compile_row(config, run)
+                else:
+                    row = train_row(config, calls, run)
+                    times[name] = row["ms"]
+                    if base_of(name) in times:
+                        row["x bf16"] = times[base_of(name)] / row["ms"]
                 say(f"{name}: " + ", ".join(f"{k} {show(v)}" for k, v in row.items()))
             except Exception as error:  # noqa: BLE001  a row that fails is a result
                 say(f"{name} failed: {type(error).__name__}: {error}"[:600])

@@ -304,3 +304,41 @@ def test_compiled_programs_are_kept_where_a_key_says():
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+COUNTING = """
+import sys, jax
+from midtread import cli
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+assert cli.main(sys.argv[1:]) == 0
+print(events.count("/jax/compilation_cache/cache_hits"), "read")
+"""
+
+
+@pytest.mark.slow
+def test_a_second_run_reads_what_the_first_compiled(tmp_path):
+    words = ["train", "tiny", "num_decoder_layers=1", "steps=2", "max_new_tokens=1"]
+    words += [f"base_output_directory={tmp_path}", "enable_checkpointing=false"]
+    source = str(pathlib.Path(mt.__file__).parents[1])
+    env = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
+    # However fast this machine compiles.
+    env |= {"PYTHONPATH": source, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env |= {"HOME": str(tmp_path)}
+
+    def run(name: str, folder) -> int:
+        more = [f"run_name={name}", f"jax_cache_dir={folder}"]
+        command = [sys.executable, "-c", COUNTING, *words, *more]
+        out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE)
+        return int(out.stdout.split()[-2])
+
+    cache = tmp_path / "cache"
+    assert run("a", cache) == 0
+    programs = {x.name for x in cache.iterdir()}
+    assert any(name.startswith("jit_run-") for name in programs)  # the step
+    assert run("b", cache) > 10
+    after = {x.name for x in cache.iterdir() if x.name.endswith("-cache")}
+    assert after <= programs  # nothing was compiled a second time
+    assert run("c", "") == 0
+    assert {x.name for x in cache.iterdir() if x.name.endswith("-cache")} == after
+    assert not (tmp_path / ".cache" / "midtread").exists()

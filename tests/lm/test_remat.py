@@ -119,3 +119,46 @@ def test_unrolled_layers_are_scanned_ones():
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)
     text = run.lower(state, jnp.zeros((1, 32), jnp.int32)).as_text()
     assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize(
+    "words,barriers",
+    [
+        (["scan_unroll=1"], False),
+        (["scan_unroll=2"], True),
+        (
+            ["scan_unroll=1", "num_decoder_layers=1"],
+            True,
+        ),  # XLA takes such a loop apart
+        (["scan_layers=false"], True),
+    ],
+)
+def test_only_a_loop_of_layers_needs_no_barrier(words, barriers):
+    config = settings.load([*WIDE, "remat_policy=full", *words])
+    net = models.abstract(section(config, Model))
+    graph, state = nnx.split(net)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    run = lambda state: nnx.merge(graph, state)(tokens).logits
+    found = re.findall(r"prevent_cse=(\w+)", str(jax.make_jaxpr(run)(state)))
+    assert found and set(found) == {str(barriers)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words,tolerance",
+    [
+        ([], 2e-6),
+        # XLA joins other operations, so that sums differ in their last bit, and with them
+        # here and there a code. Weights moved by 1e-7 change these losses by 4e-4.
+        (["quantization=int8", "use_qwix_quantization=true"], 4e-4),
+    ],
+    ids=["float", "int8"],
+)
+def test_a_loop_without_barriers_has_the_same_numbers(words, tolerance, monkeypatch):
+    words = ["num_decoder_layers=3", "scan_unroll=1", "remat_policy=full", *words]
+    free, remat = curve(words, steps=3), nnx.remat
+    always = lambda run, **how: remat(run, **{**how, "prevent_cse": True})
+    monkeypatch.setattr(nnx, "remat", always)
+    step.run.plain.clear_cache()
+    np.testing.assert_allclose(curve(words, steps=3), free, rtol=tolerance)
+    step.run.plain.clear_cache()

@@ -24,6 +24,7 @@ from midtread.lm import (
     data,
     model,
     optimizer,
+    roofline,
     room,
     settings,
     stacks,
@@ -71,6 +72,26 @@ def test_a_run_learns_and_leaves_its_files(whole):
     assert saved.learning_rate == 0.01
     steps = {p.name for p in (whole.folder / "checkpoints").iterdir()}
     assert steps == {"10", "20"}
+
+
+def test_the_live_line_has_the_rate_and_the_share_of_the_peak(
+    tmp_path, monkeypatch, capsys
+):
+    """On a device whose peak is pretended; that of a CPU is not known."""
+    peaks = roofline.DEVICES[0]._replace(flops={"bf16": 1e12})
+    monkeypatch.setattr(roofline, "device_here", lambda: peaks)
+    words = ["run_name=a", "steps=2", "enable_checkpointing=false"]
+    asked = config(tmp_path, *words)
+    result = train(asked)
+    second = read(result.folder / "metrics.jsonl")[1]
+    tokens = asked.batch_size * asked.max_target_length
+    assert second["tokens_per_second"] == tokens / second["step_seconds"]
+    flops = roofline.model_flops(asked) / second["step_seconds"]
+    share = second["utilization"]
+    assert share == pytest.approx(flops / (1e12 * jax.device_count()))
+    (shown,) = (x for x in capsys.readouterr().out.splitlines() if "step 2/2" in x)
+    assert f"{second['tokens_per_second']:,.0f} tok/s" in shown
+    assert f"{100 * share:.1f}% of peak" in shown
 
 
 def test_int8_ends_where_float_does(whole, tmp_path):

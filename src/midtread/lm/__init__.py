@@ -35,6 +35,7 @@ Training:
 
     train.py          a run, from a config to a report
     step.py           one step as a pure function
+    program.py        the options that a step is compiled with, by device
     optimizer.py      how weights follow their gradients
     stacks.py         weights of all layers in one array, or each layer's in its own
     checkpoint.py     what a run keeps, so that a killed one goes on

@@ -254,11 +254,16 @@ class Decoder(nnx.Module):
             balance += more
         return x, balance, None if caches is None else written
 
-    def _one(self, name):
+    def _one(self, name, in_a_loop=False):
+        """Returns a function that runs one layer.
+
+        Where layers are a loop of the compiled program, the backward is another, and XLA
+        cannot take from the first what the second computes again. No barrier is needed then,
+        and without one a step is faster (4 ms of 253, 8 layers of Llama-8B on an H200)."""
         one = with_weights(lambda layer, x, place, cache: layer(x, place, cache), name)
         if self.remat is None:
             return one
-        return nnx.remat(one, policy=POLICIES[self.remat])
+        return nnx.remat(one, prevent_cse=not in_a_loop, policy=POLICIES[self.remat])
 
     def _loop(self, name, x, place, caches):
         balance, written = jnp.zeros(()), []
@@ -271,11 +276,13 @@ class Decoder(nnx.Module):
     def _scan(self, name, x, place, caches, local):
         layers = getattr(self, name)
         differ = jnp.asarray(local) if len(set(local)) > 1 else None
+        unroll = _unrolled(self.unroll, len(local))
+        one = self._one(name, in_a_loop=unroll == 1 < len(local))
 
         def body(carry, layer, cache, place, is_local):
             x, balance = carry
             place = place._replace(is_local=is_local)
-            x, more, cache = self._one(name)(layer, x, place, cache)
+            x, more, cache = one(layer, x, place, cache)
             return (close(x), balance + more), cache
 
         # Random streams are stacked like weights, or one stream runs from layer to layer.
@@ -286,7 +293,7 @@ class Decoder(nnx.Module):
             body,
             in_axes=(nnx.Carry, own, 0, None, 0),
             out_axes=(nnx.Carry, 0),
-            unroll=_unrolled(self.unroll, len(local)),
+            unroll=unroll,
             transform_metadata=STACKED,
         )
         (x, balance), written = scan((x, jnp.zeros(())), layers, caches, place, differ)

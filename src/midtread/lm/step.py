@@ -29,6 +29,7 @@ from midtread.lm.loss import LEARNED, Goal
 from midtread.lm.mesh import Layout, names_of, using
 from midtread.lm.model import Transformer
 from midtread.lm.optimizer import norm, optimizer, schedule
+from midtread.lm.program import Program
 from midtread.lm.stacks import together
 from midtread.numerics.sparsity import Sparsity
 from midtread.providers.delayed import accumulate_gradients
@@ -193,7 +194,7 @@ def make_step(
     return lambda state, batch: run(setup, state, parts.random, batch)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@functools.partial(Program, static_argnums=0, donate_argnums=1)
 def run(
     setup: Setup, state: State, random: nnx.State, batch: dict
 ) -> tuple[State, dict]:
@@ -266,7 +267,7 @@ def make_eval(parts: Parts, layout: Layout | None = None):
     return lambda *a: _evaluate(parts.graph, layout, parts.random, *a)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(Program, static_argnums=(0, 1))
 def _evaluate(graph, layout, random, learned, kept, batch):
     noise = with_noise(random, jax.random.key(0))
     model = Parts(graph, together(learned), kept, noise).whole()
