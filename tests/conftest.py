@@ -10,7 +10,8 @@ third to a half less time (a training step of one layer in 2.3 s of a core inste
 Those round to fnuz formats and to floats of four bits wrongly, so tests of that have the
 others.
 
-JAX_PLATFORMS=cuda in the environment lets the tests marked `gpu` have theirs.
+JAX_PLATFORMS=cuda in the environment lets the tests marked `gpu` have theirs. No process takes
+a GPU's memory beforehand, so that many share one.
 """
 
 import importlib.metadata
@@ -18,6 +19,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # what one test compiled
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read with the backend
 
 
 def _set_flag(name: str, value: object) -> None:

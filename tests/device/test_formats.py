@@ -8,13 +8,14 @@ are no whole number of blocks and, in 2 bits, no whole number of bytes.
 JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/device/test_formats.py
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import midtread as mt
-from tests.device.test_kernels import quantize
+from tests.device.programs import assert_near, by_choice, quantize, values
 from tests.kernels.plans import random, wide
 
 pytestmark = pytest.mark.gpu
@@ -58,16 +59,13 @@ def test_rows_by_a_large_weight(name, group, options, shape):
 
 
 def _check(name, group, options, shape, all_rows):
+    """All numbers of rows in one program, as a user's would be chosen."""
     x = random(1, *shape, dtype=options.pop("dtype", jnp.bfloat16))
     tiles = {0: group} if group else {}
     w = quantize(x, name, channelwise_axes=[1], tiled_axes=tiles, **options)
-    on_cpu = jax.device_put(w, jax.devices("cpu")[0])
-    values = wide(mt.dequantize(on_cpu, jnp.float32)).astype(np.float64)
-    dot = jax.jit(lambda x, w: mt.dot(x, w, preferred_element_type=jnp.float32))
-    wrong = []
-    for rows in all_rows:
-        x = random(2, rows, shape[0])
-        want = wide(x).astype(np.float64) @ values
-        off = np.linalg.norm(wide(dot(x, w)) - want) / np.linalg.norm(want)
-        wrong += [] if off < ROUNDING else [f"{rows} rows: {off:.1e}"]
-    assert not wrong
+    exact = values(w).astype(np.float64)
+    xs = {rows: random(2, rows, shape[0]) for rows in all_rows}
+    dot = functools.partial(mt.dot, preferred_element_type=jnp.float32)
+    got = by_choice(lambda xs, w: {rows: dot(x, w) for rows, x in xs.items()}, xs, w)
+    want = {rows: wide(x).astype(np.float64) @ exact for rows, x in xs.items()}
+    assert_near(got, want, ROUNDING)

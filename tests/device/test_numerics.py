@@ -11,6 +11,7 @@ import pytest
 import midtread as mt
 from midtread.numerics.formats import FORMATS, dtype_bits, stored_bits
 from midtread.ops.recipe import RECIPES
+from tests.device.programs import by_choice
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +22,11 @@ def devices(gpu):
 
 
 def on(device, fn, *args):
+    """`fn`, compiled as one program for a device."""
     with jax.default_device(device):
         args = jax.tree.map(lambda a: jax.device_put(np.asarray(a), device), args)
-        return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+        run = by_choice if device.platform == "gpu" else lambda fn, *a: jax.jit(fn)(*a)
+        return jax.tree.map(np.asarray, run(fn, *args))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.float4_e2m1fn])
@@ -40,45 +43,50 @@ def test_no_container_is_wasteful(devices):
             assert stored == bits if bits >= 4 else bits <= stored <= 8, dtype
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_the_same(name, rounding, devices):
+def test_codes_are_the_same(name, devices):
     x = np.random.RandomState(0).randn(64, 256).astype(np.float32)
     tiles = {1: FORMATS[name].tile} if FORMATS[name].tile else {}
 
     def codes(x):
-        key = jax.random.key(3)
-        q = mt.quantize(
-            x, name, channelwise_axes=[0], tiled_axes=tiles, rounding=rounding, key=key
-        )
-        wide = jnp.int32 if jnp.issubdtype(q.qvalue.dtype, jnp.integer) else jnp.float32
-        return q.qvalue.astype(wide), q.scale
+        key, results = jax.random.key(3), {}
+        for rounding in ("nearest", "stochastic"):
+            options = {"tiled_axes": tiles, "rounding": rounding, "key": key}
+            q = mt.quantize(x, name, channelwise_axes=[0], **options)
+            is_integer = jnp.issubdtype(q.qvalue.dtype, jnp.integer)
+            wide = jnp.int32 if is_integer else jnp.float32
+            results[rounding] = q.qvalue.astype(wide), q.scale
+        return results
 
-    (gpu, gpu_scale), (cpu, cpu_scale) = (on(d, codes, x) for d in devices)
-    # sums and 1 / scale may differ in their last bit, and a tie may flip with them
-    np.testing.assert_allclose(gpu_scale, cpu_scale, rtol=1e-6)
-    assert (gpu != cpu).mean() < 2e-3
+    gpu, cpu = (on(d, codes, x) for d in devices)
+    for rounding in gpu:
+        (got, got_scale), (want, want_scale) = gpu[rounding], cpu[rounding]
+        # sums and 1 / scale may differ in their last bit, and a tie may flip with them
+        np.testing.assert_allclose(got_scale, want_scale, 1e-6, err_msg=rounding)
+        assert (got != want).mean() < 2e-3, rounding
 
 
-@pytest.mark.parametrize("tile", [None, 128])
 @pytest.mark.parametrize("name", FORMATS)
-def test_matmuls_of_every_format(name, tile, devices):
+def test_matmuls_of_every_format(name, devices):
     x = np.random.RandomState(0).randn(32, 256).astype(np.float32)
     w = np.random.RandomState(1).randn(256, 64).astype(np.float32)
-    tile = FORMATS[name].tile or tile
+    own = FORMATS[name].tile
+    tiles = {"tiled": {"tile": own}} if own else {"whole": {}, "tiled": {"tile": 128}}
 
     def both(x, w):
-        qx = mt.quantize(
-            x, name, channelwise_axes=[0], tiled_axes={1: tile} if tile else {}
-        )
-        qw = mt.quantize(
-            w, name, channelwise_axes=[1], tiled_axes={0: tile} if tile else {}
-        )
-        exact = jnp.dot(mt.dequantize(qx), mt.dequantize(qw), precision="highest")
-        return mt.dot(qx, qw, precision="highest"), exact
+        results = {}
+        for case, options in tiles.items():
+            tile = options.get("tile")
+            of = lambda axis, tile=tile: {axis: tile} if tile else {}
+            qx = mt.quantize(x, name, channelwise_axes=[0], tiled_axes=of(1))
+            qw = mt.quantize(w, name, channelwise_axes=[1], tiled_axes=of(0))
+            exact = jnp.dot(mt.dequantize(qx), mt.dequantize(qw), precision="highest")
+            results[case] = mt.dot(qx, qw, precision="highest"), exact
+        return results
 
-    ours, exact = on(devices[0], both, x, w)
-    np.testing.assert_allclose(ours, exact, atol=2e-5 * np.abs(exact).max())
+    for case, (ours, exact) in on(devices[0], both, x, w).items():
+        limit = 2e-5 * np.abs(exact).max()
+        np.testing.assert_allclose(ours, exact, atol=limit, err_msg=case)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -19,7 +19,7 @@ from midtread.lm import convert, decode, model, settings
 from midtread.lm.config import Model, section
 from midtread.numerics.formats import as_format
 from midtread.numerics.spec import Spec
-from tests.device.test_kernels import by_kernel, quantize
+from tests.device.programs import by_kernel, quantize, values
 from tests.kernels.plans import error, random, wide
 from tests.kernels.test_grouped import attention
 from tests.kernels.test_step import (
@@ -85,13 +85,15 @@ CONTEXTS = [(32, 1000, None), (1, 1000, None), (32, 1000, "int8"), (20, 4000, "i
 def test_attention_over_a_cache(batch, slots, fmt):
     k, v = (random(i, batch, slots, 8, 128) for i in (1, 2))
     if fmt:
-        k, v = (jax.jit(lambda x: kv._quantize(x, (fmt, "dkv")))(x) for x in (k, v))
+        quantized = jax.jit(lambda x: kv._quantize(x, (fmt, "dkv")))
+        k, v = quantized(k), quantized(v)
+    exact = [values(x) if fmt else wide(x) for x in (k, v)]
     q = random(3, batch, 1, 32, 128)
     stop = jnp.asarray(np.random.RandomState(4).randint(1, slots + 1, batch), jnp.int32)
-    first = jnp.maximum(stop - 700, 0)
-    run = lambda q, k, v: choose.attend(Cached(q, k, v, first, stop))
-    got = by_kernel(run, q, k, v)
-    assert error(got, attention(q, k, v, stop, first)) < 6e-3
+    first = jnp.asarray(np.maximum(np.asarray(stop) - 700, 0))
+    run = lambda *arrays: choose.attend(Cached(*arrays))
+    got = by_kernel(run, q, k, v, first, stop)
+    assert error(got, attention(q, *exact, stop, first)) < 6e-3
 
 
 WORDS = ["tiny", "emb_dim=1024", "mlp_dim=1024", "head_dim=128", "num_query_heads=4"]

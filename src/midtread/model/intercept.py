@@ -346,7 +346,7 @@ def _indexing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self, index):
-        if running.any_enabled() and (ids := row_indices(index)) is not None:
+        if here.active and not here.engine and (ids := row_indices(index)) is not None:
             rows = running.offer("getitem", self, ids)
             if rows is not NotImplemented:
                 return rows

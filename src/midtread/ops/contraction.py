@@ -67,6 +67,11 @@ class Contraction:
     def labels(self, side: str) -> Labels:
         return getattr(self, side)
 
+    def summed_axes(self, side: str) -> tuple[int, ...]:
+        """Returns the numbers of the summed axes of this operand."""
+        labels = enumerate(getattr(self, side))
+        return tuple([axis for axis, label in labels if label in self.summed])
+
     def kept(self, side: str) -> Labels:
         """Returns the labels along which this operand's scale can move to the output."""
         return _kept(getattr(self, side), self.out, self.stuck)
@@ -93,7 +98,7 @@ class Contraction:
             channelwise += each
         self._check_tiles(spec, tiles, labels)
         # A tile of the last kept axis leaves the others (batch, experts) one scale each.
-        if "kept" in spec.tiles:
+        if any(axis == "kept" for axis, _ in spec.tiled_axes):
             channelwise += [labels.index(x) for x in kept]
         for axis in spec.channelwise_axes:
             if axis == "kept":

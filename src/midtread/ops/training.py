@@ -152,7 +152,7 @@ def _train(static, c, lhs, rhs, ranges, key):
         if spec is not None and is_float(x):
             x, _ = choose.quantize(
                 x, spec, range_, key, (static.site, side),
-                summed=_summed_axes(c, side), env=static.env,
+                summed=c.summed_axes(side), env=static.env,
             )  # fmt: skip
         operands.append(x)
     return _contract(static, c, (lhs, rhs), operands)
@@ -202,7 +202,7 @@ def _forward(static, c, lhs, rhs, ranges, key):
                 twice = _also_for_backward(c, static, name, x, spec)
             used, again = twice or choose.quantize(
                 x, spec, range_, key, (static.site, name),
-                summed=_summed_axes(c, name), both=slot is REUSE, env=static.env,
+                summed=c.summed_axes(name), both=slot is REUSE, env=static.env,
             )  # fmt: skip
             again = again if twice or slot is REUSE else x
             if isinstance(again, QArray):
@@ -225,7 +225,7 @@ def _also_for_backward(c, static: _Static, side: str, x: jax.Array, spec: Spec):
     again = back.number_axes(slot, side, x.shape)
     if again == spec or (side == "lhs" and recipe.drhs.hadamard):
         return None
-    summed = _summed_axes(c, side), _summed_axes(back, side)
+    summed = c.summed_axes(side), back.summed_axes(side)
     pair = choose.quantize_twice(x, (spec, again), summed, env=static.env)
     return None if pair is None else pair[:2]
 
@@ -262,11 +262,6 @@ def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
     return calibrate(x, spec)["absmax"]
 
 
-def _summed_axes(c: Contraction, side: str) -> tuple[int, ...]:
-    labels, summed = c.labels(side), c.summed
-    return tuple(a for a, label in enumerate(labels) if label in summed)
-
-
 def _wants_gradient(x: _Residual) -> bool:
     return is_wide(x.like.dtype)
 
@@ -289,7 +284,7 @@ class _Way(NamedTuple):
     @property
     def summed(self) -> tuple[int, ...]:
         """The axes of g that are summed."""
-        return _summed_axes(self.back, self.side)
+        return self.back.summed_axes(self.side)
 
 
 def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
@@ -338,7 +333,7 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
     slot, y = getattr(way.gemm, other), way.y
     if isinstance(slot, Spec) and is_float(y):
         spec = way.back.number_axes(slot, other, y.shape)
-        summed = _summed_axes(way.back, other)
+        summed = way.back.summed_axes(other)
         y, _ = choose.quantize(
             y, spec, None, key, (site, other, way.side), summed=summed, env=env
         )
