@@ -265,8 +265,12 @@ def run_torch(folder: pathlib.Path, rows: list[str]) -> None:
 # --- Qwix ---------------------------------------------------------------------------------------
 
 
-def linen_model(layers: int, head: bool):
-    """SmolLM2 in Linen, with transformers' names: QEP takes no other kind of model."""
+@functools.cache
+def linen_layer():
+    """A layer of SmolLM2 in Linen: QEP takes no other kind of model.
+
+    What its projections read is there for the asking, in the collection "inputs".
+    """
     import jax
     import jax.numpy as jnp
     from flax import linen as nn
@@ -286,24 +290,41 @@ def linen_model(layers: int, head: bool):
                 for name, n in (("q", 9), ("k", 3), ("v", 3))
             )
             y = jax.nn.dot_product_attention(turned(q), turned(k), v, is_causal=True)
-            return dense("o_proj", 576)(y.reshape(*x.shape[:2], 576))
+            y = y.reshape(*x.shape[:2], 576)
+            self.sow("inputs", "qkv", x)
+            self.sow("inputs", "o", y)
+            return dense("o_proj", 576)(y)
 
     class Mlp(nn.Module):
         @nn.compact
         def __call__(self, x):
             dense = lambda name, n: nn.Dense(n, use_bias=False, name=name)
             gate, up = dense("gate_proj", 1536)(x), dense("up_proj", 1536)(x)
-            return dense("down_proj", 576)(nn.silu(gate) * up)
+            y = nn.silu(gate) * up
+            self.sow("inputs", "gate_up", x)
+            self.sow("inputs", "down", y)
+            return dense("down_proj", 576)(y)
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            norm = lambda name: nn.RMSNorm(1e-5, name=name)
+            x = x + Attention(name="self_attn")(norm("input_layernorm")(x))
+            return x + Mlp(name="mlp")(norm("post_attention_layernorm")(x))
+
+    return Layer
+
+
+def linen_model(layers: int, head: bool):
+    """SmolLM2 in Linen, with transformers' names."""
+    from flax import linen as nn
 
     class SmolLM2(nn.Module):
         @nn.compact
         def __call__(self, tokens):
             x = nn.Embed(49152, 576, name="embed_tokens")(tokens)
             for i in range(layers):
-                norm = nn.RMSNorm(1e-5, name=f"layers_{i}_input_layernorm")
-                x = x + Attention(name=f"layers_{i}_self_attn")(norm(x))
-                norm = nn.RMSNorm(1e-5, name=f"layers_{i}_post_attention_layernorm")
-                x = x + Mlp(name=f"layers_{i}_mlp")(norm(x))
+                x = linen_layer()(name=f"layers_{i}")(x)
             x = nn.RMSNorm(1e-5, name="norm")(x)
             return nn.Dense(49152, use_bias=False, name="lm_head")(x) if head else x
 
@@ -318,7 +339,7 @@ def linen_params(arrays: dict[str, np.ndarray]) -> dict:
     for name, w in arrays.items():
         name = name.removeprefix("model.").removesuffix(".weight")
         module = params
-        for key in re.sub(r"layers\.(\d+)\.", r"layers_\1_", name).split("."):
+        for key in re.sub(r"layers\.(\d+)", r"layers_\1", name).split("."):
             module = module.setdefault(key, {})
         leaf = "kernel" if w.ndim == 2 else "scale"
         leaf = "embedding" if name == "embed_tokens" else leaf
@@ -383,8 +404,61 @@ def compiled_gptq(w, hessian, how, blocksize: int = 128, percdamp: float = 0.01)
     return qarray.QArray(jnp.concatenate(codes, 1), jnp.stack(scales, 1), None), None
 
 
+STAGES = {  # of a layer, in QEP's order: what projections read -> which ones do
+    ("self_attn", "qkv"): ("q_proj", "k_proj", "v_proj"),
+    ("self_attn", "o"): ("o_proj",),
+    ("mlp", "gate_up"): ("gate_proj", "up_proj"),
+    ("mlp", "down"): ("down_proj",),
+}
+
+
+def layered_qep(params: dict, abstract: dict, rule, tune) -> dict:
+    """Qwix's `qep.quantize`, whose stages run one layer each, compiled, and not the model.
+
+    Its own runs the whole model twice for every stage, op by op: 240 times for 30 layers. What
+    a stage looks at are inputs of its own layer, and of those before nothing changes any more.
+    """
+    import jax
+    from qwix._src import averaging
+    from qwix._src.core import qarray
+    from qwix.contrib import calibration, qep, qep_core
+
+    layer, average = linen_layer()(), averaging.SimpleMovingAverage()
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def inputs(held, x, place):  # [K, tokens]
+        _, seen = layer.apply({"params": held}, x, mutable=["inputs"])
+        (found,) = seen["inputs"][place[0]][place[1]]
+        return found.reshape(-1, found.shape[-1]).T
+
+    run = jax.jit(lambda held, x: layer.apply({"params": held}, x))
+    stats_of = jax.jit(qep_core.compute_qep_stats)
+    floats = quantized = params["embed_tokens"]["embedding"][tune]
+    made = dict(params)
+    for i in range(sum(name.startswith("layers_") for name in params)):
+        own = params[f"layers_{i}"]
+        held = {name: dict(module) for name, module in own.items()}
+        made[f"layers_{i}"] = {name: dict(module) for name, module in own.items()}
+        for place, names in STAGES.items():
+            stats = stats_of(inputs(held, quantized, place), inputs(own, floats, place))
+            stats = average.update(average.init(stats), stats)
+            for name in names:
+                path = f"layers_{i}", place[0], name, "kernel"
+                goal = abstract[path[0]][path[1]][name]["kernel"]
+                w = own[path[1]][name]["kernel"]
+                context = calibration.extract_calibrated_quant_context(path, w, goal, stats)  # fmt: skip
+                assert context is not None
+                q = qep._quantize_weight(context, rule, 128, 0.01)
+                made[path[0]][path[1]][name] = {"kernel": q}
+                held[path[1]][name] = {"kernel": qarray.dequantize(q.array)}
+        floats, quantized = run(own, floats), run(held, quantized)
+        if i % 5 == 4:
+            print(f"qep: {i + 1} layers", file=sys.stderr, flush=True)
+    return made
+
+
 def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> None:
-    """Rows of Qwix's: "awq", "gptq", "qep", "smooth", "round"; `solver=own` keeps its loop."""
+    """Rows of Qwix's: "awq", "gptq", "qep", "smooth", "round"; `solver=own` keeps its loops."""
     import jax
     import jax.numpy as jnp
     import qwix
@@ -413,10 +487,10 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
         "smooth": (smooth_quant, smooth_quant.SqRule, smooth_quant.SqCalibrationProvider, PerToken),
     }  # fmt: skip
 
-    def quantized(form: str, method: str):
+    def quantized(form: str, method: str, solver: str):
         rule = {"module_path": ".*_proj", **FORMATS[form]}
         plain = qwix.quantize_model(model, qwix.PtqProvider([qwix.QuantizationRule(**rule)]))  # fmt: skip
-        if method == "qep":
+        if method == "qep" and solver == "own":
             # One batch: it runs the whole model twice for every batch of every stage.
             made = qep.quantize(
                 headless, [tune], [qep.QepRule(**rule)], variables={"params": params},
@@ -424,6 +498,8 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
             )  # fmt: skip
             return plain, params | made.params  # with the head
         abstract = jax.eval_shape(plain.init, jax.random.key(0), tune[:1])["params"]
+        if method == "qep":
+            return plain, layered_qep(params, abstract, qep.QepRule(**rule), tune)
         if method == "round":
             return plain, qwix.quantize_params(params, abstract)
         module, kind, watches, serves = kinds[method]
@@ -457,7 +533,7 @@ def run_qwix(arrays: dict[str, np.ndarray], tune, others, rows: list[str]) -> No
         gptq_core.quantize_weight = own if solver == "own" else compiled_gptq
         began = time.time()
         try:
-            net, held = quantized(form, method)
+            net, held = quantized(form, method, solver)
             jax.block_until_ready(held)
             seconds = time.time() - began
             perplexity, kl = judge(net, held)
