@@ -76,27 +76,34 @@ def nearest_value(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def unpacked(codes: jax.Array) -> jax.Array:
-    """Returns codes of 2 bits as bytes where a GPU is to read them; others as they are.
+    """Returns codes of 2 bits, and of 4 where rows are no whole words, as bytes where a GPU is to
+    read them; others as they are.
 
-    XLA reads rows of 2-bit elements wrongly in a matmul by one row if they are not whole bytes
-    (NVIDIA H200, jax 0.11.2). So it is given the bytes that they lie in, and shifts.
+    XLA reads such rows wrongly in a matmul (NVIDIA H200, jax 0.11.2: int2 [256, 130] by one row,
+    int4 [256, 130] by three and more). So it is given the bytes that they lie in, and shifts.
     """
-    size = codes.size
-    if dtype_bits(codes.dtype) != 2 or platform() != "gpu" or not codes.ndim:
+    size, bits = codes.size, dtype_bits(codes.dtype)
+    if (
+        platform() != "gpu"
+        or not jnp.issubdtype(codes.dtype, jnp.integer)
+        or not codes.ndim
+    ):
         return codes
     mesh = jax.typeof(codes).sharding.mesh
     is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
     if not isinstance(size, int) or not size or is_explicit:  # or symbolic
         return codes
+    if bits != 2 and (bits != 4 or codes.shape[-1] % 8 == 0):
+        return codes
     is_signed = jnp.issubdtype(codes.dtype, jnp.signedinteger)
     shape, kind = codes.shape, jnp.int8 if is_signed else jnp.uint8
-    lead = shape[:-1]
-    if shape[-1] % 4:  # rows end within a byte: they are read as one
-        codes, lead = jnp.pad(codes.reshape(-1), (0, -size % 4)), ()
-    packed = jax.lax.bitcast_convert_type(codes.reshape(*lead, -1, 4), kind)
-    shift = jnp.arange(6, -1, -2).astype(kind)  # to the top of a byte
+    lead, count = shape[:-1], 8 // bits  # codes of a byte
+    if shape[-1] % count:  # rows end within a byte: they are read as one
+        codes, lead = jnp.pad(codes.reshape(-1), (0, -size % count)), ()
+    packed = jax.lax.bitcast_convert_type(codes.reshape(*lead, -1, count), kind)
+    shift = jnp.arange(8 - bits, -1, -bits).astype(kind)  # to the top of a byte
     top = jnp.left_shift(packed[..., None], shift)
-    wide = jnp.right_shift(top, jnp.asarray(6, kind)).reshape(*lead, -1)
+    wide = jnp.right_shift(top, jnp.asarray(8 - bits, kind)).reshape(*lead, -1)
     return wide.reshape(shape) if lead else wide[:size].reshape(shape)
 
 
