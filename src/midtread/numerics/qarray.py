@@ -500,7 +500,9 @@ def quantize(
 
     Raises:
         ValueError: An unknown format, calibration or rounding; tiles that the format does
-            not allow; stochastic rounding without a key.
+            not allow; stochastic rounding without a key; an array that is empty or not of
+            floats.
+        TypeError: An array that is quantized already.
     """
     spec = Spec(
         format=qtype,
@@ -527,6 +529,10 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
 
     Returns:
         An array of the shape that was quantized.
+
+    Raises:
+        TypeError: An array that is not quantized.
+        ValueError: A QArray whose codes, scales and shapes do not belong together.
     """
     if getattr(type(array), "is_boxed", False):  # a parameter of a model
         array = array.value.array

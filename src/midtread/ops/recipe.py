@@ -186,6 +186,10 @@ def per_tensor(qtype, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     return Spec(qtype, **fields)
 
@@ -206,6 +210,10 @@ def per_channel(qtype, tile=None, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     tile = tile or as_format(qtype).tile
     tiles = {"summed": tile} if tile else {}
@@ -225,6 +233,10 @@ def blocks(qtype, size: int, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     return Spec(qtype, tiled_axes={"summed": size, "kept": size}, **fields)
 
