@@ -63,6 +63,10 @@ def test_docstring_is_whole(name):
     documented = _heads(text, "Args")
     for parameter in _parameters(thing):
         assert parameter in documented, f"{parameter} is not under Args"
+    for parameter in inspect.signature(thing).parameters.values():
+        is_star = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_typed = parameter.annotation is not parameter.empty
+        assert is_typed or is_star, f"{parameter} has no type"
     if not inspect.isclass(thing):
         annotated = inspect.signature(thing).return_annotation
         assert annotated is not inspect.Signature.empty, "no return type"

@@ -21,7 +21,7 @@ Optional parts, None unless asked for:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -467,13 +467,13 @@ def quantize(
     array: jax.Array,
     qtype: Any,
     *,
-    channelwise_axes=(),
-    tiled_axes=None,
+    channelwise_axes: Sequence[int] = (),
+    tiled_axes: Mapping[int, int | float] | None = None,
     calibration_method: str = "absmax",
-    scale_dtype=None,
+    scale_dtype: Any = None,
     rounding: str = "nearest",
     scale_rule: str | None = None,
-    key=None,
+    key: jax.Array | None = None,
 ) -> QArray:
     """Quantizes a float array.
 
