@@ -64,6 +64,9 @@ class CalibrationOptions:
             "host", in host memory; "disk", in files of a temporary folder.
         histograms: count the sizes of every weight's inputs too: rows of the report then
             tell how far the largest lies above the rest.
+
+    Raises:
+        ValueError: A choice that there is not, or a number outside of its range.
     """
 
     weigh: str | None = None

@@ -89,20 +89,20 @@ def _function(fn, provider, batch, params, method) -> tuple[Any, dict]:
         if placed is None:
             continue
         back = tuple(site.turn.index(a) for a in range(len(site.turn)))
-        how = placed.transposed(back)
-        if site.path in boxes and boxes[site.path].how != how:
+        spec = placed.transposed(back)
+        if site.path in boxes and boxes[site.path].how != spec:
             raise ValueError(
                 f"{site.name} meets two contractions that would quantize it in two ways: give "
                 "them one rule, or two parameters."
             )
         if site.path not in boxes:
-            quantize = functools.partial(quantize_by_spec, spec=how)
+            quantize = functools.partial(quantize_by_spec, spec=spec)
             for _ in site.layer:
                 quantize = jax.vmap(quantize)
             w = floats[site.path]
             stacked = w.shape[: len(site.layer)]
             codes = jax.jit(quantize)(w.reshape(*stacked, *site.stored_shape))
-            boxes[site.path] = WithAux(codes, how)
+            boxes[site.path] = WithAux(codes, spec)
     flat, rebuild = open_params(params)
     codes = {path: box.array for path, box in boxes.items()}
     return (quantize_function(fn, provider), rebuild({**flat, **codes})), boxes

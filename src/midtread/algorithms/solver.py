@@ -132,18 +132,18 @@ class Solver:
     def _factors(self, number: int, w: jax.Array, stats: Stats | None) -> jax.Array:
         """[E, K], what inputs are multiplied by. Weights that read the same input share
         factors if these can be folded."""
-        place, chosen = self.fold_of.get(number), self.task.chosen
+        target, chosen = self.fold_of.get(number), self.task.chosen
         ties = None
-        if place is None:
+        if target is None:
             assert stats is not None
             sites, weights, moments = [number], [w], [stats]
         else:
-            if place.sites[0] in self.factors:
-                return self.factors[place.sites[0]]
-            sites = list(place.sites)
+            if target.sites[0] in self.factors:
+                return self.factors[target.sites[0]]
+            sites = list(target.sites)
             weights = [self.task.weight(chosen[n]) for n in sites]
             moments = [self.statistics.moments(n) for n in sites]
-            ties = None if place.columns is None else jnp.array(place.columns)
+            ties = None if target.columns is None else jnp.array(target.columns)
         axes = tuple(chosen[n].axes for n in sites)
         if "smooth" in self.task.plan.before:
             largest, alpha = moments[0]["largest"], self.task.options.alpha
@@ -152,8 +152,8 @@ class Solver:
             specs = tuple(self.task.spec(n) for n in sites)
             each = [one["H"] for one in moments]
             factors = smooth.awq_together(weights, specs, each, axes, ties=ties)
-        if place is not None:
-            self.factors[place.sites[0]] = factors
+        if target is not None:
+            self.factors[target.sites[0]] = factors
         return factors
 
 

@@ -58,8 +58,18 @@ def export(
         variables: Linen's variables, `params` and `quant_stats` among them; None for NNX.
         inputs: an array, or a tuple of them; shapes are enough. The file takes these
             shapes and no others.
+        path: the file, which is replaced once the new one is whole.
+        method: the method of a Linen model that is called.
         quant_stats: ranges from elsewhere, in place of those in the variables.
         call: keyword arguments of the model, such as train=False.
+
+    Returns:
+        What the file says of itself, as `midtread.report.tflite` reads it.
+
+    Raises:
+        ValueError: A model of another provider; inputs or outputs of a dtype that LiteRT
+            has not; an input that reaches no output; an op that cannot be converted.
+        ImportError: litert-converter is not installed.
     """
     trained = flaxlib.provider_of(model)
     if not isinstance(trained, OdmlQatProvider):
@@ -109,8 +119,25 @@ def calibrate_and_export(
     """Makes a file from a float model and data, whose ranges are those of the data.
 
     Args:
+        model: a float model of Linen or NNX.
+        variables: Linen's variables; None for NNX.
         data: batches, each an array or a tuple of them. A few hundred examples do.
+        path: the file, which is replaced once the new one is whole.
+        rules: which ops compute in which formats.
         inputs: shapes that the file takes; those of the first batch if not given.
+        method: the method of a Linen model that is called.
+        strict: an op that cannot be integer, and is not known to be float, is an error.
+        disable_per_channel_weights: one scale for all of a weight.
+        fixed_range_for_inputs: the (low, high) of all inputs, in place of what `data` has.
+        fixed_range_for_outputs: that of all outputs.
+        call: keyword arguments of the model, such as train=False.
+
+    Returns:
+        What the file says of itself, as `midtread.report.tflite` reads it.
+
+    Raises:
+        ValueError: No batch in `data`, and all that `export` refuses.
+        ImportError: litert-converter is not installed.
     """
     provider = OdmlQatProvider(
         rules,

@@ -53,8 +53,21 @@ def _orbax():
 def save(path: Any, tree: Any, *, rules: Any = None) -> None:
     """Writes a tree of arrays and QArrays to a new directory; every process calls it.
 
+    >>> import tempfile
+    >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> save(folder, {"scale": jnp.ones(3)})
+    >>> load(folder)["scale"].tolist()
+    [1.0, 1.0, 1.0]
+
     Args:
+        path: the directory, which must not be there.
+        tree: Linen variables, an NNX model, any pytree.
         rules: the rules, or the provider, that quantized it; `read_rules` gives them back.
+
+    Raises:
+        ValueError: A directory that is there, two arrays of one name, or a leaf that is no
+            array.
+        TypeError: A tree that holds no arrays, such as a Linen module or an nnx.State.
     """
     folder = pathlib.Path(path).absolute()
     if folder.exists():
@@ -126,8 +139,22 @@ def load(path: Any, target: Any = None) -> Any:
 
     Without a target: nested dicts with QArrays (and WithAux boxes) in them, on one device.
 
+    >>> import tempfile
+    >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> save(folder, {"scale": jnp.ones(3)})
+    >>> load(folder, {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)})["scale"].shape
+    (3,)
+
     Args:
+        path: the directory.
         target: a tree like the one saved, or its shapes, with the shardings wanted.
+
+    Returns:
+        The tree: nested dicts, or one like the target.
+
+    Raises:
+        ValueError: A directory that is damaged, that `save` did not write to its end, or
+            that is of another model than the target.
     """
     folder = pathlib.Path(path).absolute()
     want = None if target is None else trees.open_tree(target)
@@ -200,7 +227,23 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself; no array is read."""
+    """Returns what a checkpoint says of itself; no array is read.
+
+    >>> import tempfile
+    >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> save(folder, {"scale": jnp.ones(3)})
+    >>> list(read_manifest(folder)["entries"])
+    ['scale']
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The manifest: of each array its format, dtypes and shapes; the rules; sums of files.
+
+    Raises:
+        ValueError: A directory that `save` did not write to its end, or a damaged manifest.
+    """
     file = pathlib.Path(path).absolute() / _FILE
     try:
         manifest = json.loads(
@@ -217,12 +260,48 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def read_rules(path: Any) -> list[Any]:
-    """Returns the rules that a checkpoint was saved with."""
+    """Returns the rules that a checkpoint was saved with.
+
+    >>> import tempfile
+    >>> from midtread.model.rules import QuantizationRule
+    >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> rules = [QuantizationRule(weight_qtype="int4")]
+    >>> save(folder, {"scale": jnp.ones(3)}, rules=rules)
+    >>> read_rules(folder)[0].weight_qtype
+    'int4'
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The rules, in order; none where it was saved without.
+
+    Raises:
+        ValueError: A directory that `save` did not write to its end, or a damaged manifest.
+    """
     return m.rules_from(read_manifest(path))
 
 
 def load_float(path: Any, target: Any) -> Any:
-    """Reads a float checkpoint that orbax wrote into a float, QAT or QT model's variables."""
+    """Reads a float checkpoint that orbax wrote into a float, QAT or QT model's variables.
+
+    >>> import tempfile
+    >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> save(folder, {"scale": jnp.ones(3)})
+    >>> load_float(folder, {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)})["scale"].shape
+    (3,)
+
+    Args:
+        path: the directory, of whichever writer.
+        target: the model's variables, or their shapes.
+
+    Returns:
+        A tree like the target.
+
+    Raises:
+        ValueError: A directory that is quantized or not orbax's, or whose arrays are not
+            the target's.
+    """
     ocp = _orbax()
     folder = pathlib.Path(path).absolute()
     if (folder / _FILE).exists():

@@ -50,8 +50,21 @@ def save(path: Any, tree: Any, *, rules: Any = None) -> None:
 
     A file that is there is replaced once the new one is whole.
 
+    >>> import midtread as mt
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"kernel": mt.quantize(jax.numpy.ones((4, 2)), "int4")})
+    >>> load(file)["kernel"].qvalue.dtype.name
+    'int4'
+
     Args:
+        path: the file.
+        tree: what to write.
         rules: the rules, or the provider, that quantized it; `read_rules` gives them back.
+
+    Raises:
+        ValueError: An array that is spread over several processes, or a leaf that is no
+            array.
+        TypeError: A tree that holds no arrays, such as a Linen module or an nnx.State.
     """
     path = os.fspath(path)
     entries = trees.open_tree(tree).entries
@@ -92,6 +105,7 @@ def write(
     A file that is there is replaced once the new one is whole.
 
     Args:
+        path: the file.
         tensors: (shape, dtype) by name; the dtypes that the format has, `DTYPES`.
         arrays: the arrays, in the same order; each is asked for when it is written.
         metadata: strings by name.
@@ -221,10 +235,23 @@ def load(path: Any, target: Any = None) -> Any:
     Without a target: nested dicts with QArrays (and WithAux boxes) in them, which a Linen
     model takes as it is.
 
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"layer": {"scale": np.ones(3, np.float32)}})
+    >>> load(file)["layer"]["scale"].tolist()
+    [1.0, 1.0, 1.0]
+
     Args:
+        path: the file.
         target: a tree like the one saved, or its shapes (an NNX model, what
             jax.eval_shape(model.init, ...) gives): a tree of that kind is returned, with
-            its shardings. A checkpoint of another model is refused.
+            its shardings.
+
+    Returns:
+        The tree: nested dicts, or one like the target.
+
+    Raises:
+        ValueError: A file that is damaged, that `save` did not write, or that is of another
+            model than the target.
     """
     file = os.fspath(path)
     want = None if target is None else trees.open_tree(target)
@@ -248,6 +275,23 @@ def load_float(path: Any, target: Any) -> Any:
     """Reads float tensors of any writer into a float, QAT or QT model's variables.
 
     Names are joined by slashes or dots, as in the target; shapes and dtypes must be its.
+
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"layer": {"scale": np.ones(3, np.float32)}})
+    >>> target = {"layer": {"scale": jax.ShapeDtypeStruct((3,), np.float32)}}
+    >>> load_float(file, target)["layer"]["scale"].shape
+    (3,)
+
+    Args:
+        path: the file.
+        target: the model's variables, or their shapes.
+
+    Returns:
+        A tree like the target.
+
+    Raises:
+        ValueError: A file that is damaged or quantized, or whose tensors are not the
+            target's.
     """
     file = os.fspath(path)
     with Reader(file) as reader:
@@ -262,13 +306,45 @@ def load_float(path: Any, target: Any) -> Any:
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself; no tensor is read."""
+    """Returns what a checkpoint says of itself; no tensor is read.
+
+    >>> import midtread as mt
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"kernel": mt.quantize(jax.numpy.ones((4, 2)), "int4")})
+    >>> read_manifest(file)["entries"]["kernel"]["qtype"]
+    'int4'
+
+    Args:
+        path: the file.
+
+    Returns:
+        The manifest: of each array its format, dtypes, shapes and sums; and the rules.
+
+    Raises:
+        ValueError: A file that is damaged, or that `save` did not write.
+    """
     with Reader(os.fspath(path)) as reader:
         return reader.manifest()
 
 
 def read_rules(path: Any) -> list[Any]:
-    """Returns the rules that a checkpoint was saved with."""
+    """Returns the rules that a checkpoint was saved with.
+
+    >>> from midtread.model.rules import QuantizationRule
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"x": np.ones(3)}, rules=[QuantizationRule(weight_qtype="int4")])
+    >>> read_rules(file)[0].weight_qtype
+    'int4'
+
+    Args:
+        path: the file.
+
+    Returns:
+        The rules, in order; none where it was saved without.
+
+    Raises:
+        ValueError: A file that is damaged, or that `save` did not write.
+    """
     return m.rules_from(read_manifest(path))
 
 
@@ -276,6 +352,18 @@ class Reader:
     """A file whose header has been checked: whatever it says is inside the file.
 
     `tensors` has (dtype, shape, first byte, last byte) of each by name.
+
+    >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save(file, {"scale": np.ones(3, np.float32)})
+    >>> with Reader(file) as reader:
+    ...     print(reader.raw("scale"))
+    [1. 1. 1.]
+
+    Args:
+        file: its path.
+
+    Raises:
+        ValueError: A file that is not a whole safetensors file, when it is opened.
     """
 
     def __init__(self, file: str):
@@ -427,6 +515,20 @@ def _decode(data: bytes, record: Mapping, qtype: str | None, part: str) -> np.nd
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dict of the keys and values of an object in JSON, for `object_pairs_hook`.
+
+    >>> json.loads('{"a": 1}', object_pairs_hook=no_duplicates)
+    {'a': 1}
+
+    Args:
+        pairs: keys and values.
+
+    Returns:
+        The dict.
+
+    Raises:
+        ValueError: A key that appears twice.
+    """
     unique = dict(pairs)
     if len(unique) < len(pairs):
         raise ValueError("a key appears twice")

@@ -422,8 +422,8 @@ def describe(m: Model, batch: int) -> str:
     of = lambda heads, width: jax.ShapeDtypeStruct(
         (batch, T, heads, width), jnp.dtype(m.dtype)
     )
-    place = jax.ShapeDtypeStruct((batch, T), jnp.int32)
-    seen: Any = Seen(place, place, is_causal=True, is_packed=True)
+    bounds = jax.ShapeDtypeStruct((batch, T), jnp.int32)
+    seen: Any = Seen(bounds, bounds, is_causal=True, is_packed=True)
     q: Any = of(m.num_query_heads, widths[0])
     k: Any = of(K, widths[0])
     v: Any = of(K, widths[1])

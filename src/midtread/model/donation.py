@@ -128,12 +128,12 @@ def _closed_over(function: types.FunctionType) -> tuple[list, Callable[[list], A
     """Returns what `_apart` does, of the variables around a lambda or an inner function."""
     cells = function.__closure__ or ()
     full = [cell for cell in cells if cell != types.CellType()]
-    held = [cell.cell_contents for cell in full]
+    contents = [cell.cell_contents for cell in full]
 
     def build(parts):
         changed = {
             id(cell): types.CellType(new)
-            for cell, was, new in zip(full, held, parts)
+            for cell, was, new in zip(full, contents, parts)
             if new is not was
         }
         again = types.FunctionType(
@@ -148,7 +148,7 @@ def _closed_over(function: types.FunctionType) -> tuple[list, Callable[[list], A
         del again.__wrapped__  # it would keep the old model
         return again
 
-    return held, build
+    return contents, build
 
 
 def _used_up(cls: type) -> type:

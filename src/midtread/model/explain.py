@@ -83,6 +83,7 @@ def explain(
         ValueError: A rule matches nothing; the message has the paths nearest to it. Or
             `device` is not known, or given without `kernels`; or `data` without a static
             range, or `variables` without `data`.
+        TypeError: A model or a provider that is none.
     """
     if variables is not None and data is None:
         raise ValueError("variables are for data: give both, or neither.")

@@ -68,6 +68,7 @@ def quantize_function(
 
     Raises:
         ValueError: A rule needs state that a function does not keep.
+        TypeError: A function or a provider that is none.
     """
     if not isinstance(provider, QuantizationProvider):
         raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")

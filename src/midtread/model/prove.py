@@ -213,6 +213,9 @@ def prove(jitted: Any, *args: Any, **kwargs: Any) -> Proof:
 
     Returns:
         A Proof: each contraction of the compiled program with the dtypes it runs in.
+
+    Raises:
+        TypeError: A function that jax.jit did not return.
     """
     if not hasattr(jitted, "lower"):
         raise TypeError(
@@ -254,6 +257,8 @@ def assert_quantized(
 
     Raises:
         AssertionError: Too little of it is quantized; the message names what fell back.
+        ValueError: An unknown verdict, or a share that is not between 0 and 1.
+        TypeError: A function that jax.jit did not return.
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops is a share between 0 and 1, not {min_flops}.")

@@ -21,7 +21,7 @@ Optional parts, None unless asked for:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -467,13 +467,13 @@ def quantize(
     array: jax.Array,
     qtype: Any,
     *,
-    channelwise_axes=(),
-    tiled_axes=None,
+    channelwise_axes: Sequence[int] = (),
+    tiled_axes: Mapping[int, int | float] | None = None,
     calibration_method: str = "absmax",
-    scale_dtype=None,
+    scale_dtype: Any = None,
     rounding: str = "nearest",
     scale_rule: str | None = None,
-    key=None,
+    key: jax.Array | None = None,
 ) -> QArray:
     """Quantizes a float array.
 
@@ -500,7 +500,9 @@ def quantize(
 
     Raises:
         ValueError: An unknown format, calibration or rounding; tiles that the format does
-            not allow; stochastic rounding without a key.
+            not allow; stochastic rounding without a key; an array that is empty or not of
+            floats.
+        TypeError: An array that is quantized already.
     """
     spec = Spec(
         format=qtype,
@@ -527,6 +529,10 @@ def dequantize(array: QArray, dtype: Any = None) -> jax.Array:
 
     Returns:
         An array of the shape that was quantized.
+
+    Raises:
+        TypeError: An array that is not quantized.
+        ValueError: A QArray whose codes, scales and shapes do not belong together.
     """
     if getattr(type(array), "is_boxed", False):  # a parameter of a model
         array = array.value.array

@@ -61,6 +61,7 @@ class Spec:
 
     Raises:
         ValueError: Fields that contradict each other or the format.
+        TypeError: Axes that are no sequence, or tiles that are no mapping.
     """
 
     format: Format

@@ -174,7 +174,7 @@ def _log2(n: int) -> int | None:
 # --- granularities, by the shape of the scale of lhs [M, K] -----------------------------------
 
 
-def per_tensor(qtype, **fields) -> Spec:
+def per_tensor(qtype: Any, **fields: Any) -> Spec:
     """Returns a Spec with one scale for the whole operand: [1, 1].
 
     >>> per_tensor("fp8").channelwise_axes
@@ -186,11 +186,15 @@ def per_tensor(qtype, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     return Spec(qtype, **fields)
 
 
-def per_channel(qtype, tile=None, **fields) -> Spec:
+def per_channel(qtype: Any, tile: float | None = None, **fields: Any) -> Spec:
     """Returns a Spec with one scale per row, [M, 1]; with a tile one per tile of the row,
     [M, K / tile].
 
@@ -206,13 +210,17 @@ def per_channel(qtype, tile=None, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     tile = tile or as_format(qtype).tile
     tiles = {"summed": tile} if tile else {}
     return Spec(qtype, channelwise_axes=("kept",), tiled_axes=tiles, **fields)
 
 
-def blocks(qtype, size: int, **fields) -> Spec:
+def blocks(qtype: Any, size: int, **fields: Any) -> Spec:
     """Returns a Spec with one scale per square block: [M / size, K / size].
 
     >>> blocks("e4m3", 128).tiles
@@ -225,6 +233,10 @@ def blocks(qtype, size: int, **fields) -> Spec:
 
     Returns:
         A Spec.
+
+    Raises:
+        ValueError: An unknown format, or a field's value that Spec refuses.
+        TypeError: A field that Spec has not.
     """
     return Spec(qtype, tiled_axes={"summed": size, "kept": size}, **fields)
 

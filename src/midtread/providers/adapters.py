@@ -188,6 +188,10 @@ def save_lora(path: Any, tree: Any, provider: LoraProvider) -> None:
         path: the file.
         tree: Linen parameters, or variables with 'params' on top, or an NNX model.
         provider: has run the model; it knows alpha.
+
+    Raises:
+        ValueError: A model that the provider has not run yet, or an adapter without its
+            other half.
     """
     flat = _flat(lora_params(tree))
     arrays = {_key(p): np.asarray(flaxlib.unbox(v)) for p, v in flat.items()}

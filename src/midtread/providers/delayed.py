@@ -33,7 +33,7 @@ are: split it.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -121,7 +121,7 @@ class DelayedFp8Provider(QtProvider):
 
     def __init__(
         self,
-        rules,
+        rules: Sequence[Any],
         *,
         history: int = 1024,
         margin: float = 0,

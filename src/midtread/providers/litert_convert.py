@@ -18,7 +18,7 @@ alone is a depthwise convolution with a window of one.
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -64,7 +64,9 @@ class OdmlConversionProvider(OdmlQatProvider):
         ValueError: Statistics that are missing or belong to another model.
     """
 
-    def __init__(self, rules, params: Any, quant_stats: Any, **options: Any):
+    def __init__(
+        self, rules: Sequence[Any], params: Any, quant_stats: Any, **options: Any
+    ):
         super().__init__(rules, **options)
         self._params = _by_path(params)
         self._stats = _by_path(quant_stats, is_leaf=lambda d: "count" in d)

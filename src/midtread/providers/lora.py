@@ -107,6 +107,11 @@ class LoraProvider(PtqProvider):
         disable_jit: runs ops eagerly, for debugging.
         strict: a rule that matched nothing is an error instead of a warning.
         fields: the fields of the single rule.
+
+    Raises:
+        ValueError: Rules and fields of one rule together, or a field's value that LoraRule
+            refuses.
+        TypeError: Rules that are no LoraRules, or a field that it has not.
     """
 
     rule_type = LoraRule

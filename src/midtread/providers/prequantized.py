@@ -54,6 +54,7 @@ def process_prequantized_params(
 
     Raises:
         ValueError: A parameter that the model does not have, or that does not fit.
+        TypeError: A template that is not an NNX model.
     """
     if not isinstance(template_params, nnx.Module):
         raise TypeError(

@@ -107,21 +107,21 @@ def _body(
         block = pltriton.load(ref.at[at, :], mask=inside[:, None], other=0)
         return [block] if fmt is None else triton_words.planes(block, fmt, native)
 
-    def place(i):
+    def slots_of(i):
         """Block i's slots, and which of them are seen."""
         slot = i * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
         return pl.ds(i * block, block), (slot >= low) & (slot < high)
 
     def scales(i):
         """Those of keys and of values in block i."""
-        at, inside = place(i)
+        at, inside = slots_of(i)
         return [pltriton.load(ref.at[at], mask=inside, other=1.0).astype(jnp.float32) for ref in refs[1:4:2]]  # fmt: skip
 
     def body(i, carry):
         top, total, out, of_block = carry
         # Triton's pipeline is for what dots read, so scales are fetched ahead here.
         of_next = [] if fmt is None else scales(i + 1)
-        at, inside = place(i)
+        at, inside = slots_of(i)
         keys = values(k_ref, at, inside)
         logits = sum(pltriton.dot(x, y.T).astype(jnp.float32) for x, y in zip(q, keys))
         logits = logits * factor
