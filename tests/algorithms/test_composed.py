@@ -7,14 +7,13 @@ weight as it was before, unrotated or without another's factors, gives something
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import midtread as mt
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
 from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.rotate import RotateOptions
-from tests.algorithms.test_fold import Block, Layers
+from tests.algorithms.test_fold import Layers
 from tests.algorithms.test_reach import D, T
 from tests.algorithms.test_rotate import Decoder
 
@@ -43,7 +42,7 @@ class Every(nnx.Module):
             each.scale[...] = jnp.linspace(0.5 + n / 9, 2, D)
         self.heads, self.joined = normal(3, D, 4), normal(3, 4, D)
         self.up, self.down = normal(2, D, F), normal(2, F, D)
-        self.mixed = normal(2, D, D)
+        self.mixed, self.apart = normal(2, D, D), normal(2, D, D)
         self.twice = nnx.Linear(D, D, rngs=rngs)
         self.tied = normal(D, F)
         self.conv = nnx.Conv(D, D, (3,), rngs=rngs)
@@ -60,7 +59,7 @@ class Every(nnx.Module):
         x = x + jax.lax.ragged_dot(y, self.down[...], sizes).reshape(x.shape)
         y = jnp.stack([next(norms)(x)] * 2) * jnp.array([1, 0.1])[:, None, None, None]
         x = x + jnp.einsum("ebtd,edf->btf", y, self.mixed[...])
-        y = jnp.einsum("ebtd,edf->ebtf", y, self.mixed[...])
+        y = jnp.einsum("ebtd,edf->ebtf", y, self.apart[...])
         x = x + y[0] * y[1]
         x = x + jnp.tanh(self.twice(next(norms)(x)))
         x = x + self.twice(next(norms)(x))
@@ -114,7 +113,8 @@ def test_a_table_and_its_transpose_take_no_factors():
     assert notes.pop("tied") == "used along other axes too: no factors"
     assert not any("factors" in note for note in notes.values())
     assert made.model.tied.array.pre_scale is None
-    assert made.model.up.array.pre_scale.shape == (2, D, 1)  # each expert has its own
+    for experts in (made.model.up, made.model.apart):
+        assert experts.array.pre_scale.shape == (2, D, 1)
     assert made.model.conv.kernel.array.pre_scale.shape == (1, D, 1)
 
 
