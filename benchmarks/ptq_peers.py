@@ -277,7 +277,7 @@ def linen_layer():
 
     def turned(x):  # rotary positions, [batch, tokens, heads, 64]
         angles = jnp.arange(x.shape[1])[:, None] / 100000.0 ** (jnp.arange(32) / 32)
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
         a, b = x[..., :32], x[..., 32:]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 

@@ -5,6 +5,7 @@ line and exit code 2. When nobody reads the output any more (`| head`) it ends q
 """
 
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,9 +125,12 @@ def _quantize(words: Sequence[str]) -> None:
 
 
 def _generate(words: Sequence[str]) -> None:
+    import jax
+
     from midtread.lm import checkpoint, convert, decode
     from midtread.lm.generate import generate
     from midtread.lm.tokenizer import tokenizer
+    from midtread.report.quantized import note_speed
     from midtread.report.terminal import Terminal
 
     path, config = _one_checkpoint(words, "generate takes one checkpoint at a time.")
@@ -151,6 +155,9 @@ def _generate(words: Sequence[str]) -> None:
     terminal.say(
         f"{result.tokens_per_second:,.1f} tokens/s, cache of {result.cache_bytes:,} bytes"
     )
+    if convert.is_quantized(path):
+        device, rate = jax.devices()[0].device_kind, result.tokens_per_second
+        note_speed(pathlib.Path(path), device, rate, len(result.texts))
 
 
 def _eval(words: Sequence[str]) -> None:

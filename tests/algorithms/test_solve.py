@@ -1,5 +1,7 @@
 """Every algorithm for one weight against its paper in plain NumPy, and the laws they share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +83,51 @@ def test_gptq_is_the_papers(layer, name, order):
     wanted = reference_gptq(w, H, levels(quantize_by_spec(w, SPECS[name])), rows)
     # A tie that float32 breaks the other way changes all rows after it.
     assert np.mean(np.abs(np.asarray(dequantize(made)) - wanted) > 1e-5) < 0.01
+
+
+def reference_by_groups(w, H, spec, size, damping=0.01):
+    """The same paper's groups: scales of a group's rows as they are when it is reached."""
+    w, H = np.array(w, np.float64), np.array(H, np.float64)
+    H += np.eye(len(H)) * damping * np.mean(np.diag(H))
+    U = np.linalg.cholesky(np.linalg.inv(H)).T
+    out = np.zeros_like(w)
+    for k in range(len(w)):
+        if k % size == 0:
+            group = jnp.asarray(w[k : k + size], jnp.float32)
+            grid = levels(quantize_by_spec(group, spec))
+        nearest = np.abs(grid[:, k % size] - w[k]).argmin(0)
+        out[k] = grid[nearest, k % size, np.arange(w.shape[1])]
+        w[k:] -= np.outer(U[k, k:], (w[k] - out[k]) / U[k, k])
+    return out
+
+
+# The largest of a group lies between two codes of int4 by itself, which is a tie.
+@pytest.mark.parametrize(
+    "name, size, ties",
+    [("int4/16", 16, 0.06), ("uint4/16 with zero points", 16, 0.01), ("nf4/32", 32, 0.01)],
+)  # fmt: skip
+def test_groups_are_scaled_when_they_are_reached(layer, name, size, ties):
+    w, H = layer
+    options = dataclasses.replace(PAPER, static_groups=False)
+    made = gptq.solve(w, SPECS[name], H, options=options).array
+    wanted = reference_by_groups(w, H, SPECS[name], size)
+    assert np.mean(np.abs(np.asarray(dequantize(made)) - wanted) > 1e-5) < ties
+    static = gptq.solve(w, SPECS[name], H, options=PAPER).array
+    assert np.mean(np.abs(np.asarray(dequantize(static)) - wanted) > 1e-5) > 0.3
+    searched = gptq.GptqOptions(static_groups=False, order="given")
+    solved = gptq.solve(w, SPECS[name], H, options=searched)
+    assert solved.cost < 0.9 * solved.rounded
+
+
+def test_groups_without_scales_of_their_own_are_refused(layer):
+    w, H = layer
+    options = dataclasses.replace(PAPER, static_groups=False)
+    with pytest.raises(
+        ValueError, match="static_groups=False needs a scale of its own"
+    ):
+        gptq.solve(w, SPECS["nvfp4"], H, options=options)
+    with pytest.raises(ValueError, match="order='given'"):
+        gptq.GptqOptions(static_groups=False)
 
 
 @every_spec

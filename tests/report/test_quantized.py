@@ -42,3 +42,14 @@ def test_what_is_not_there_is_said(tmp_path):
     text = page(tmp_path, None)
     assert "The float checkpoint runs/a is gone" in text
     assert "Every weight was rounded to nearest" in text
+
+
+def test_speed_is_that_which_was_measured(tmp_path):
+    assert "Not measured" in page(tmp_path, None)
+    for rate in (3.0, 1234.5):
+        quantized.note_speed(tmp_path, "NVIDIA H200", rate, 4)
+    quantized.note_speed(tmp_path, "cpu", 7.5, 1)
+    text = page(tmp_path, None)
+    assert "Not measured" not in text and ">3.0<" not in text
+    for part in ("NVIDIA H200", "1,234.5", "7.5"):
+        assert part in text, part

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from midtread.algorithms.flow import Flow
 from midtread.algorithms.program import ONE_TO_ONE, Program, is_literal, origin
 from midtread.algorithms.weight import MATRIX, Axes, as_matrices
 from midtread.numerics.qarray import QArray, dequantize
@@ -70,6 +71,6 @@ def find(program: Program, number: int) -> tuple[tuple, tuple] | None:
         return None
     path, layer = source
     whole = program.params[path]
-    is_own = layer or len(users[whole]) == 1
     outputs = shape[axes.kept[0]]
+    is_own = Flow(program).is_own(path, layer)
     return source if is_own and whole.aval.shape[len(layer) :] == (outputs,) else None

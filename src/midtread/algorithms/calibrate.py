@@ -230,6 +230,9 @@ class _Work:
                 shift = bias.shift(solver.weight(number), q, mean, site.axes)
             elif "bias" in self.task.plan.after:
                 note = f"{note}; no bias to correct".removeprefix("; ")
+            if self.task.plan.scales_inputs and number not in solver.takes_factors:
+                note = f"{note}; used along other axes too: no factors"
+                note = note.removeprefix("; ")
             if (signs := solver.signs(number)) is not None:
                 q = q.replace(pre_rotation=signs)
             row = _row(site, self.task.spec(number), stats, cost, rounded, note)
@@ -253,7 +256,7 @@ class _Work:
             weighed = f"{seen}, {weighed} elsewhere"
         factors = ""
         if self.task.plan.scales_inputs:
-            kept = len(self.task.chosen) - folded
+            kept = len(self.solver.takes_factors) - folded
             factors = f"factors of {folded} weights folded, of {kept} kept as pre_scale"
         return Report(
             rows, algorithms, self.task.options.inputs, weighed, seconds,

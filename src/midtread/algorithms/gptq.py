@@ -14,7 +14,8 @@ A block of rows is worked off inside itself, and its errors reach the rest as on
 Three things are added to the paper, each by itself worth as much as the feedback:
 
     scales    are searched under the diagonal of H first (clip.py), and are those of the
-              float weight ("static groups"), so that any order of rows may follow:
+              float weight ("static groups"), so that any order of rows may follow; the
+              paper's, of a tile as it stands when its turn comes, are static_groups=False
     order     rows whose inputs are largest go first, while all others can make up for them
     descent   afterwards every code is set to the best for all others as they are now, and
               every scale to the best for its codes: neither can raise the cost
@@ -64,6 +65,9 @@ class GptqOptions:
         scales: "searched" under H's diagonal, or "spec" for the Spec's own calibration.
         rounds: of descent on scales and codes after the feedback; 0 is the paper's GPTQ.
         block: rows that are worked off before the others hear of it.
+        static_groups: scales are those of the float weight. False: those of a tile are found
+            when its turn comes, of its rows as they have been moved by then, which is the
+            paper's way; rows then go in the given order.
     """
 
     damping: float = 0.01
@@ -71,6 +75,7 @@ class GptqOptions:
     scales: str = "searched"
     rounds: int = 2
     block: int = 64
+    static_groups: bool = True
 
     def __post_init__(self):
         for name, known in (
@@ -83,6 +88,11 @@ class GptqOptions:
                 )
         if self.damping <= 0 or self.block < 1 or self.rounds < 0:
             raise ValueError(f"gptq: damping and block lie above 0 in {self}.")
+        if not self.static_groups and self.order == "activation":
+            raise ValueError(
+                "gptq: scales that are found tile by tile need rows tile by tile: write "
+                "GptqOptions(static_groups=False, order='given')."
+            )
 
 
 DEFAULT = GptqOptions()
@@ -212,8 +222,14 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     W = beside(*(s.W for s in starts))
     grid = jax.tree.map(beside, *(s.grid for s in starts))
     each = _over_stacks(E * G)
-    Q = each(functools.partial(_feed_back, options=options))(W, damped, grid)
     tile = _tile(spec, axes, shape)
+    moves = not options.static_groups and tile != K
+    if moves:
+        _check_dynamic(spec, tile, starts[0].nearest)
+        feed = functools.partial(_feed_back_by_tile, spec=spec, tile=tile, options=options)  # fmt: skip
+        Q, grid = each(feed)(W, damped, grid)
+    else:
+        Q = each(functools.partial(_feed_back, options=options))(W, damped, grid)
     is_refit = bool(tile and options.rounds)
     if is_refit:
         free = spec.format.scale is None and spec.scale_rule is None
@@ -225,10 +241,14 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
         )
         Q, grid = each(refit)(W, Q, damped, grid)
 
-    def finish(w, target, start: _Start, Q, scale) -> Solved:
+    def finish(w, target, start: _Start, Q, found: Grid) -> Solved:
         padded, scales, grid = start.padded, start.scales, start.grid
-        if is_refit:
-            scales = _gathered(joined(scale), scales, spec, axes, padded, w.dtype)
+        gathered = lambda part: _gathered(joined(part), spec, axes, padded)
+        if is_refit or moves:
+            scales = scales._replace(scale=gathered(found.scale).astype(w.dtype))
+            if scales.zero_point is not None:
+                zero = gathered(found.zero_point).astype(scales.zero_point.dtype)
+                scales = scales._replace(zero_point=zero)
             grid = lay_scales(scales, padded)
         values = as_weight(joined(grid.nearest(Q)), axes, padded)
         codes = encode(values, spec, scales, w.shape)
@@ -247,7 +267,12 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
 
     ends = np.cumsum([s.W.shape[-1] for s in starts])[:-1].tolist()
     cut = lambda x: jnp.split(x, ends, axis=-1)
-    return [finish(*one) for one in zip(ws, targets, starts, cut(Q), cut(grid.scale))]
+    zeros = None if grid.zero_point is None else cut(grid.zero_point)
+    grids = [
+        Grid(grid.format, scale, None if zeros is None else zeros[i])
+        for i, scale in enumerate(cut(grid.scale))
+    ]
+    return [finish(*one) for one in zip(ws, targets, starts, cut(Q), grids)]
 
 
 _solve_once = jax.jit(
@@ -291,13 +316,12 @@ def _tile(spec: Spec, axes: Axes, padded) -> int:
     return axes.extents(padded)[1] // math.prod(counts[a] for a in axes.summed)
 
 
-def _gathered(spread_scale, scales: Scales, spec, axes, padded, dtype) -> Scales:
-    """Scales of tiles from scales of elements."""
+def _gathered(spread_part, spec, axes, padded) -> jax.Array:
+    """Scales of tiles from scales of elements, or zero points."""
     _, counts = spec.layout(padded)
     split, inside = views.split(padded, counts)
-    full = as_weight(spread_scale, axes, padded).reshape(split)
-    first = jnp.max(full, axis=inside).reshape(counts)
-    return scales._replace(scale=first.astype(dtype))
+    full = as_weight(spread_part, axes, padded).reshape(split)
+    return jnp.max(full, axis=inside).reshape(counts)
 
 
 def _inverse_factor(H: jax.Array) -> jax.Array:
@@ -418,6 +442,49 @@ def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
     zeros = jnp.zeros_like(W)
     Q, _ = jax.lax.fori_loop(0, count, work_off, (zeros, zeros))
     return jnp.zeros((K, n)).at[order].set(Q[:K])
+
+
+def _check_dynamic(spec: Spec, tile: int, scales: Scales) -> None:
+    """Refuses scales that a tile does not have for itself."""
+    if not tile or scales.global_scale is not None or spec.method == "fixed":
+        raise ValueError(
+            f"gptq: static_groups=False needs a scale of its own for every run of inputs, and "
+            f"{spec} has none, one above them all, or a fixed one."
+        )
+
+
+def _feed_back_by_tile(
+    W: jax.Array, H: jax.Array, grid: Grid, *, spec: Spec, tile: int, options
+):
+    """(rounded rows, the grid they lie on): a tile's scales are of its rows as they stand when
+    all before them are rounded. W [K, n]."""
+    of_tile = dataclasses.replace(spec, channelwise_axes=(1,), tiled_axes={0: tile})
+    U = _inverse_factor(H)
+    down, weights = U.T, jnp.diagonal(H)[:, None]
+
+    def work_off(b, state):
+        Q, errors, grid = state
+        at = b * tile
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, tile)
+        mine = cut(down)
+        own = jnp.tril(jax.lax.dynamic_slice_in_dim(mine, at, tile, axis=1), -1)
+        start = cut(W) - _matmul(mine, errors)
+        if options.scales == "searched":
+            scales = clip.search(start, of_tile, cut(weights))
+        else:
+            scales = scales_of(calibrate(start, of_tile), of_tile)
+        here = spread(scales, of_tile, MATRIX, start.shape)
+        here = jax.tree.map(lambda x: x[0], here)
+        diagonal = jnp.diagonal(jax.lax.dynamic_slice_in_dim(mine, at, tile, axis=1))
+        finish = lambda i, row, value: (row - value) / diagonal[i]
+        values, new = _rows_in_turn(start, own, here, finish)
+        grid = jax.tree.map(lambda x, part: _paste(x, part, at), grid, here)
+        return _paste(Q, values, at), _paste(errors, new, at), grid
+
+    zeros = jnp.zeros_like(W)
+    state = zeros, zeros, grid
+    Q, _, grid = jax.lax.fori_loop(0, len(W) // tile, work_off, state)
+    return Q, grid
 
 
 def _descend(W, Q, H, grid: Grid, *, options: GptqOptions, tile: int, is_free: bool):

@@ -96,6 +96,11 @@ class Site:
         return Axes(at(batch), at(summed), at(kept))
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Summed axes along which a convolution meets the same input again."""
+        return tuple(a for a in self.axes.summed if self.labels[a] not in self.inputs)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         return tuple(self.shape[self.turn.index(a)] for a in range(len(self.shape)))
 
@@ -184,6 +189,14 @@ class Program:
     marks: tuple[dict[str, int], ...]
     result: Any  # the tree of the outputs
     arrays: Callable[[Any], list]  # a batch -> the arrays that `inputs` stand for
+
+    def sums_alike(self, number: int) -> bool:
+        """Whether all that use a site's weight sum the same of its axes: what is done to the
+        inputs of one can then be done to those of all. A table and its transpose do not."""
+        of = lambda site: (tuple(map(str, site.path)), site.layer)
+        mine = self.sites[number]
+        axes = {site.axes[:2] for site in self.sites if of(site) == of(mine)}
+        return len(axes) == 1
 
 
 def trace(

@@ -142,7 +142,8 @@ def plan(
     online = {}
     if "online" in places:
         key = jax.random.key(options.seed)
-        for n in set(with_inputs if options.places is None else chosen) - turned:
+        listed = set(with_inputs if options.places is None else chosen) - turned
+        for n in filter(program.sums_alike, listed):
             signs = _signs(program.sites[n], specs[n], jax.random.fold_in(key, n))
             online |= {} if signs is None else {n: signs}
     why = "; ".join(

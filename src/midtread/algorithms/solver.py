@@ -7,10 +7,14 @@
 GPTQ solves weights that share their inputs, query and key say, at once.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from midtread.algorithms import clip, correct, fold, gptq, hqq, smooth
+from midtread.algorithms.program import Site
 from midtread.algorithms.statistics import Statistics
 from midtread.algorithms.task import Task
 from midtread.algorithms.weight import Axes, as_matrices, over_inputs
@@ -27,7 +31,9 @@ class Solver:
     def __init__(self, task: Task, statistics: Statistics):
         self.task, self.statistics = task, statistics
         self.folds: list[fold.Fold] = []  # where factors of inputs go
+        self.takes_factors: set[int] = set()
         if task.plan.scales_inputs:
+            self.takes_factors = set(filter(task.program.sums_alike, task.chosen))
             # Inputs that are turned at run time are multiplied after that, not before.
             still = {n: s for n, s in task.chosen.items() if n not in task.turns.online}
             self.folds = fold.find(task.program, still, task.specs)
@@ -59,10 +65,9 @@ class Solver:
     def solve(self, number: int, stats: Stats | None) -> tuple[QArray, float, float]:
         """(codes, what they cost, what rounding would), in turned coordinates."""
         w, spec = self.weight(number), self.task.spec(number)
-        axes = self.task.chosen[number].axes
-        factors = (
-            self._factors(number, w, stats) if self.task.plan.scales_inputs else None
-        )
+        site = self.task.chosen[number]
+        axes, windows = site.axes, site.windows
+        factors = self._factors(number, w, stats)
         if self.task.plan.rounding == "gptq" and factors is None:
             if number not in self._ahead:
                 self._solve_mates(number, w, stats)
@@ -73,11 +78,14 @@ class Solver:
         # codes of w / factors; inputs are multiplied by them
         assert stats is not None
         spreads = over_inputs(factors, axes, w.shape)
+        spreads = views.crop_to(
+            spreads, [1 if a in windows else n for a, n in enumerate(spreads.shape)]
+        )
         goal = (goal / spreads).astype(w.dtype)
         H = stats["H"] * factors[:, None, :, None] * factors[:, None, None, :]
         solved = self._rounded(goal, spec, {**stats, "H": H}, axes)
         shape = solved.array.qvalue.shape
-        full = [1 if a in axes.kept else n for a, n in enumerate(shape)]
+        full = [1 if a in (*axes.kept, *windows) else n for a, n in enumerate(shape)]
         q = solved.array.replace(pre_scale=views.pad_to(spreads, full, 1))
         return _numbers(solved._replace(array=q))
 
@@ -129,13 +137,17 @@ class Solver:
             n for n in others if n not in statistics.ways and kind(n) == kind(number)
         ]
 
-    def _factors(self, number: int, w: jax.Array, stats: Stats | None) -> jax.Array:
-        """[E, K], what inputs are multiplied by. Weights that read the same input share
-        factors if these can be folded."""
+    def _factors(
+        self, number: int, w: jax.Array, stats: Stats | None
+    ) -> jax.Array | None:
+        """[E, K], what inputs are multiplied by, None where not all that use the weight could
+        be. Weights that read the same input share factors if these can be folded."""
+        if number not in self.takes_factors:
+            return None
         target, chosen = self.fold_of.get(number), self.task.chosen
-        ties = None
         if target is None:
             assert stats is not None
+            ties = _windows(chosen[number])
             sites, weights, moments = [number], [w], [stats]
         else:
             if target.sites[0] in self.factors:
@@ -155,6 +167,18 @@ class Solver:
         if target is not None:
             self.factors[target.sites[0]] = factors
         return factors
+
+
+def _windows(site: Site) -> jax.Array | None:
+    """[K], the channel of every input of a convolution: it has one factor all over a window."""
+    if not site.windows:
+        return None
+    shape, summed = site.stored_shape, site.axes.summed
+    own = [1 if a in site.windows else shape[a] for a in summed]
+    channels = np.arange(math.prod(own)).reshape(own)
+    return jnp.asarray(
+        np.broadcast_to(channels, [shape[a] for a in summed]).reshape(-1)
+    )
 
 
 def _numbers(solved: gptq.Solved) -> tuple[QArray, float, float]:

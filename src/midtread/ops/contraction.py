@@ -152,7 +152,11 @@ class Contraction:
 
     def align(self, part: jax.Array, side: str) -> jax.Array:
         """Lays a scale (or zero point) of one operand over the axes of the output."""
-        return lay_over(part, self.labels(side), self.out)
+        return self.lay(part, side, self.out)
+
+    def lay(self, part: jax.Array, side: str, over: Labels) -> jax.Array:
+        """Lays a part of one operand over axes with these labels."""
+        return lay_over(part, self.labels(side), over)
 
     def ones(self, operand: jax.Array, side: str) -> jax.Array:
         """Returns as few ones as it takes, in place of `operand`, to sum the other operand."""

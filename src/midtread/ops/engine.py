@@ -35,7 +35,7 @@ from midtread.numerics.dtypes import is_wide, wide_dtype
 from midtread.numerics.qarray import QArray, dequantize, validate
 from midtread.ops import witness
 from midtread.ops.context import is_running, untouched
-from midtread.ops.contraction import Contraction, lay_over
+from midtread.ops.contraction import Contraction
 
 # Below this many products per scale, visiting tiles costs more than dequantizing them.
 MIN_TILE = 128
@@ -156,10 +156,10 @@ def turned_inputs(
             continue  # dequantizing applies them
         validate(mine)
         if mine.pre_rotation is not None:
-            signs = _summed_only(c, mine, "pre_rotation", side, other)
+            signs = _over_inputs(c, mine, "pre_rotation", side, other)
             theirs = hadamard.turn(theirs, signs)
         if mine.pre_scale is not None:
-            factors = _summed_only(c, mine, "pre_scale", side, other)
+            factors = _over_inputs(c, mine, "pre_scale", side, other)
             factors = _cropped(factors, theirs.shape).astype(theirs.dtype)
             theirs = views.broadcast_with(jnp.multiply, theirs, factors)
         mine = mine.replace(pre_scale=None, pre_rotation=None)
@@ -172,16 +172,16 @@ def _cropped(factors: jax.Array, shape) -> jax.Array:
     return views.crop_to(factors, [min(n, m) for n, m in zip(factors.shape, shape)])
 
 
-def _summed_only(c, mine: QArray, name: str, side, other):
+def _over_inputs(c, mine: QArray, name: str, side, other):
+    """A part of one operand, laid over the other: experts' factors over their own rows."""
     part = getattr(mine, name)
-    labels, target = c.labels(side), c.labels(other)
-    extent = dict(zip(labels, part.shape))
-    if any(n != 1 and x not in c.summed for x, n in extent.items()):
+    known = (*c.labels(other), *c.groups(side))
+    if any(n != 1 and x not in known for x, n in zip(c.labels(side), part.shape)):
         raise ValueError(
             f"{name} {part.shape} varies along an axis that {c.name} keeps; it may vary "
-            "along summed axes only."
+            "along axes that the other operand has as well."
         )
-    return lay_over(part, labels, target)
+    return c.lay(part, side, c.labels(other))
 
 
 def _match_padding(c: Contraction, lhs: Operand, rhs: Operand):

@@ -46,14 +46,14 @@ class Ragged(Contraction):
     def groups(self, side):
         return tuple(x for x in self.labels(side) if x == self.group)
 
-    def align(self, part, side):
+    def lay(self, part, side, over):
         labels = self.labels(side)
-        if self.group in labels and self.group not in self.out:
+        if self.group in labels and self.group not in over:
             axis = labels.index(self.group)
             labels = tuple(self.rows if x == self.group else x for x in labels)
             if part.shape[axis] != 1:
                 part = jnp.take(part, self._group_of_row(), axis=axis)
-        return lay_over(part, labels, self.out)
+        return lay_over(part, labels, over)
 
     def ones(self, operand, side):
         """Returns ones for every row: rows of different groups meet different matrices."""

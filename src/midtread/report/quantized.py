@@ -2,6 +2,7 @@
 
     held out      perplexity beside the float model's, and KL from it
     size          bytes of weights, before and after
+    speed         tokens per second of `midtread generate`, for each device that it ran on
     weights       the error of every layer's output, beside that of rounding
     worst         those with the largest errors, and how their codes are used
     fell back     what was not done as asked, and why
@@ -21,6 +22,7 @@ from midtread.algorithms.report import Report, Row
 from midtread.report.html import Section
 
 FILE = "calibration.json"
+SPEED = "speed.json"
 WORST = 5
 WIDTH, HEIGHT = 640, 90  # of a histogram, in the picture's own units
 
@@ -41,6 +43,14 @@ def read(folder: pathlib.Path) -> Report | None:
     return Report(rows, **{**fields, **lists})
 
 
+def note_speed(folder: pathlib.Path, device: str, rate: float, prompts: int) -> None:
+    """Keeps how fast a checkpoint generated, last, on a device."""
+    file = folder / SPEED
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    known[device] = {"tokens_per_second": rate, "prompts": prompts}
+    file.write_text(json.dumps(known, indent=1))
+
+
 def sections(
     folder: pathlib.Path,
     sizes: Mapping[str, Any],
@@ -56,7 +66,8 @@ def sections(
         codes: name of a weight -> how often its codes are used.
     """
     name, report = folder.resolve().name, read(folder)
-    parts = [_held_out(name, compared, sizes), _size(name, sizes)]
+    speed = _speed(name, folder / SPEED)
+    parts = [_held_out(name, compared, sizes), _size(name, sizes), speed]
     if report is None:
         text = "Every weight was rounded to nearest: no data was looked at."
         return [*parts, Section(f"Weights of {name}", text)]
@@ -113,6 +124,19 @@ def _size(name: str, sizes: Mapping[str, Any]) -> Section:
         if key in sizes
     )
     return Section(f"Size of {name}", columns=("", "bytes"), rows=rows)
+
+
+def _speed(name: str, file: pathlib.Path) -> Section:
+    title = f"Speed of {name}"
+    if not file.is_file():
+        return Section(title, "Not measured: `midtread generate` notes it here.")
+    rows = tuple(
+        (device, str(x["prompts"]), f"{x['tokens_per_second']:,.1f}")
+        for device, x in sorted(json.loads(file.read_text()).items())
+    )
+    text = "Of `midtread generate`, when it last ran there."
+    columns = ("device", "prompts", "tokens per second")
+    return Section(title, text, columns=columns, rows=rows)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
