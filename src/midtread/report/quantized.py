@@ -7,10 +7,11 @@
     worst         those with the largest errors, and how their codes are used
     fell back     what was not done as asked, and why
 
-What calibration knew is in calibration.json, `write`n when the checkpoint was made; a
+What calibration knew is in calibration.json, which `write` left with the checkpoint; a
 checkpoint that was rounded to nearest has none, and says so.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -44,11 +45,20 @@ def read(folder: pathlib.Path) -> Report | None:
 
 
 def note_speed(folder: pathlib.Path, device: str, rate: float, prompts: int) -> None:
-    """Keeps how fast a checkpoint generated, last, on a device."""
+    """Keeps how fast a checkpoint generated, last, on a device. A folder that cannot be written
+    to goes without."""
     file = folder / SPEED
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    known[device] = {"tokens_per_second": rate, "prompts": prompts}
-    file.write_text(json.dumps(known, indent=1))
+    known = {**_speeds(file), device: {"tokens_per_second": rate, "prompts": prompts}}
+    with contextlib.suppress(OSError):
+        file.write_text(json.dumps(known, indent=1))
+
+
+def _speeds(file: pathlib.Path) -> dict[str, dict]:
+    """By device; none where nothing was noted, or nothing that can be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def sections(
@@ -128,11 +138,12 @@ def _size(name: str, sizes: Mapping[str, Any]) -> Section:
 
 def _speed(name: str, file: pathlib.Path) -> Section:
     title = f"Speed of {name}"
-    if not file.is_file():
+    speeds = _speeds(file)
+    if not speeds:
         return Section(title, "Not measured: `midtread generate` notes it here.")
     rows = tuple(
         (device, str(x["prompts"]), f"{x['tokens_per_second']:,.1f}")
-        for device, x in sorted(json.loads(file.read_text()).items())
+        for device, x in sorted(speeds.items())
     )
     text = "Of `midtread generate`, when it last ran there."
     columns = ("device", "prompts", "tokens per second")
