@@ -33,7 +33,6 @@ Around them:
     tuned.py           reads the block sizes that lie beside each kernel, <device>.json
     decoding.py        how each kind of kernel decodes each format, a table
     triton_words.py    codes read 16 bits at a time, for Triton
-    gates.py           how an MLP's gate meets what it gates, for kernels that have both
     hopper/            what the kernels for Hopper are made of
     block_specs.py     QArrays as arguments of a user's own Pallas kernel
     pallas_compat.py   Pallas, whichever version of JAX it comes from
