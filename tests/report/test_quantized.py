@@ -53,8 +53,10 @@ def test_speed_is_that_which_was_measured(tmp_path):
     assert "Not measured" not in text and ">3.0<" not in text
     for part in ("NVIDIA H200", "1,234.5", "7.5"):
         assert part in text, part
-    (tmp_path / quantized.SPEED).write_text("{")  # as a process that was ended leaves it
+    # As a process that was ended leaves it.
+    (tmp_path / quantized.SPEED).write_text("{")
     assert "Not measured" in page(tmp_path, None)
     quantized.note_speed(tmp_path, "cpu", 8.5, 1)
     assert "8.5" in page(tmp_path, None)
-    quantized.note_speed(tmp_path / "none", "cpu", 8.5, 1)  # where nothing can be written
+    # Where nothing can be written.
+    quantized.note_speed(tmp_path / "none", "cpu", 8.5, 1)
