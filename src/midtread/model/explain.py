@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import flax
 import jax
 from flax import linen as nn
 from flax import nnx
@@ -150,8 +151,7 @@ def _trace_linen(model, provider, method, inputs, kwargs, seen):
             )
 
     jaxpr = jax.make_jaxpr(apply)(after, key, arrays).jaxpr
-    sizes = [_sizes(_flat_dict(tree.get("params", {}))) for tree in (before, after)]
-    return jaxpr, _params(*sizes)
+    return jaxpr, _params(*(_sizes(_flat_params(tree)) for tree in (before, after)))
 
 
 def _trace_nnx(model, provider, method, inputs, kwargs, seen):
@@ -208,14 +208,11 @@ def _trace_function(fn, provider, method, inputs, kwargs, seen):
     return jax.make_jaxpr(run)(arrays).jaxpr, _params(sizes, sizes)
 
 
-def _flat_dict(tree: Any, path: tuple = ()) -> dict[str, Any]:
-    """Returns {path: array or box} for nested dicts."""
-    if isinstance(tree, dict) or hasattr(tree, "items"):
-        flat = {}
-        for key, value in tree.items():
-            flat |= _flat_dict(value, (*path, str(key)))
-        return flat
-    return {"/".join(path): flaxlib.unbox(tree)}
+def _flat_params(variables: Any) -> dict[str, Any]:
+    """Returns {path: array or box} of the parameters of a Linen model."""
+    params = flax.core.unfreeze(variables.get("params", {}))
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    return {path: flaxlib.unbox(param) for path, param in flat.items()}
 
 
 def _flat_module(model: nnx.Module) -> dict[str, Any]:

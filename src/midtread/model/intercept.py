@@ -159,8 +159,7 @@ def install() -> None:
         _catch_operators(concrete)
         _catch_operators(tracers)
         pl.pallas_call = _opaque(pl.pallas_call)
-        if hasattr(pl, "kernel"):
-            pl.kernel = _opaque(pl.kernel)
+        pl.kernel = _opaque(pl.kernel)
         _originals.update(originals)
         _catch_refusals()
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import caught, flaxlib, intercept, origins, running
+from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.boxes import WithAux
-from midtread.model.moves import Move, as_seen, follow, stored, trail
+from midtread.model.intercept import is_boxed
+from midtread.model.moves import PLAIN, Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
@@ -117,7 +118,7 @@ class PtqProvider(QuantizationProvider):
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         args = [self._codes_of(a) for a in args]
-        boxed = any(map(_is_box, args))
+        boxed = any(map(is_boxed, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
@@ -146,17 +147,17 @@ class PtqProvider(QuantizationProvider):
         a = _open(a)
         if axis is None or out is not None:
             return jnp.take(
-                dequantize(a) if _is_box(a) else a, indices, axis, out, **options
+                dequantize(a) if is_boxed(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
         source = self._source(a) if spec is not None and _is_float(a) else None
         if spec is not None:
-            self._note_met(rule, _is_box(a) or source is not None)
+            self._note_met(rule, is_boxed(a) or source is not None)
         if source is not None:
             axes = number_table_axes(spec, a.shape, axis)
             quantized = self._quantize_param(source, a, axes)
             a = a if quantized is None else quantized
-        if not _is_box(a):
+        if not is_boxed(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
 
@@ -164,7 +165,7 @@ class PtqProvider(QuantizationProvider):
         sides = {"lhs": lhs, "rhs": rhs}
         params = {side: sources.get(id(x)) for side, x in sides.items()}
         are_weights = [
-            _is_box(x) or params[side] is not None for side, x in sides.items()
+            is_boxed(x) or params[side] is not None for side, x in sides.items()
         ]
         asked = Fwd() if rule is None else recipe_of(rule, *are_weights).fwd
         specs, ranges = {}, {}
@@ -317,7 +318,7 @@ class PtqProvider(QuantizationProvider):
         while self._later:
             module, name, shape, spec = self._later.pop()
             param = flaxlib.params_of(module).get(name)
-            if param is not None and not _is_box(param):
+            if param is not None and not is_boxed(param):
                 value = quantize_by_spec(param.reshape(shape), spec)
                 flaxlib.replace_param(module, name, WithAux(value, spec))
         return super().process_model_output(method_name, model_output)
@@ -337,14 +338,14 @@ class PtqProvider(QuantizationProvider):
         return param
 
     def promote_dtype(self, *args, **kwargs) -> list[Any]:
-        if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
+        if len(args) == 1 and is_boxed(args[0]):  # a table, to be looked up
             dtype = kwargs.get("dtype")
             return [args[0] if dtype is None else args[0].astype(dtype)]
-        floats = [None if _is_box(a) else a for a in args]
+        floats = [None if is_boxed(a) else a for a in args]
         if intercept.share_a_dtype(floats, **kwargs):
             return list(args)
         plain = nn.dtypes.promote_dtype(*floats, **kwargs)
-        return [a if _is_box(a) else p for a, p in zip(args, plain)]
+        return [a if is_boxed(a) else p for a, p in zip(args, plain)]
 
     def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
         return tuple(self.promote_dtype(*args, **kwargs))
@@ -399,7 +400,7 @@ def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
     """Refuses a float parameter of a Linen model in use, unless `init` may have left it so:
     outside of a trace it may not see where a part of a parameter comes from, nor a copy by a
     function that was imported by name."""
-    is_whole = all(m.name in (*origins.MOVES, "transpose") for m in moves)
+    is_whole = all(m.name in (*PLAIN, "transpose") for m in moves)
     boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
     if not is_whole or any(isinstance(q, QArray) for q in boxes):
         return
@@ -451,10 +452,6 @@ def _is_bridged(module: Any, model: Any) -> bool:
     if isinstance(module, nnx.bridge.ToNNX):
         return True
     return isinstance(module, nn.Module) and isinstance(model, nnx.Module)
-
-
-def _is_box(x: Any) -> bool:
-    return isinstance(x, (WithAux, QArray))
 
 
 def _is_float(x: Any) -> bool:
