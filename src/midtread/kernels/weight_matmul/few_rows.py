@@ -27,13 +27,12 @@ from midtread.kernels.weight_matmul import (
     TRITON,
     triton,
     triton_tuned,
+    values_of,
     why_not_format,
 )
 from midtread.kernels.weight_matmul.hopper_decode import kernel as hopper_kernel
 from midtread.kernels.weight_matmul.hopper_decode import tuned
-from midtread.numerics import views
 from midtread.numerics.formats import Format, dtype_bits
-from midtread.numerics.rounding import decode
 
 
 def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
@@ -247,13 +246,8 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
         return [next(rest) if there else None for there in is_there]
 
     def plain(x, codes, *given):
-        values, (scale, last, zero) = decode(codes, fmt).astype(jnp.float32), parts(given)  # fmt: skip
-        if zero is not None:
-            zero = decode(zero, fmt).astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        if scale is not None:
-            scale = scale.astype(jnp.float32)
-            values = views.broadcast_with(jnp.multiply, values, scale)
+        scale, last, zero = parts(given)
+        values = values_of(codes, fmt, scale, zero)
         numbers = (((1,), (0,)), ((), ()))
         out = lax.dot_general(x.astype(jnp.float32), values, numbers)
         out = out if last is None else out * last.astype(jnp.float32)
@@ -306,13 +300,8 @@ def _triton_call(
     """Of x, bytes, and for groups a scale [G, B, P] and zero points: the same, or bytes too."""
 
     def plain(x, codes, scale=None, zero=None):
-        values = _values(codes, fmt)
-        if zero is not None:
-            zero = _values(zero, fmt) if zeros == "codes" else zero.astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        if scale is not None:
-            scale = scale.astype(jnp.float32)
-            values = views.broadcast_with(jnp.multiply, values, scale)
+        zero = _codes(zero, fmt) if zeros == "codes" else zero
+        values = values_of(_codes(codes, fmt), fmt, scale, zero)
         numbers = (((1,), (0,)), ((), ()))
         return lax.dot_general(x.astype(jnp.float32), values, numbers)
 
@@ -332,8 +321,8 @@ def _triton_call(
     return as_function(kernel, plain, axes, replicated)
 
 
-def _values(codes: jax.Array, fmt: Format) -> jax.Array:
-    """float32 [.., B, P] of bytes [.., B]."""
+def _codes(bytes_: jax.Array, fmt: Format) -> jax.Array:
+    """Codes [.., B, P] of bytes [.., B]."""
     planes = _planes(fmt)
-    values = lax.bitcast_convert_type(codes, fmt.dtype) if planes > 1 else codes
-    return decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)
+    codes = lax.bitcast_convert_type(bytes_, fmt.dtype) if planes > 1 else bytes_
+    return codes.reshape(*bytes_.shape, planes)
