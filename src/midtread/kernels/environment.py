@@ -80,17 +80,9 @@ class Env:
     def is_interpreted(self) -> bool:
         return self.asked == "interpret"
 
-    def why_not(self, needs: str) -> str | None:
-        """Says why a kernel that needs such a device cannot run here; None if it can.
-
-        Args:
-            needs: "any", "cpu", "nvidia" or "hopper".
-        """
-        return self.reasons[needs]
-
     @functools.cached_property
     def reasons(self) -> dict[str, str | None]:
-        """The answers of `why_not` for everything that a kernel may need."""
+        """For each device that a kernel may need (NEEDS) why it cannot run here, or None."""
         return {needs: self._why_not(needs) for needs in NEEDS}
 
     def _why_not(self, needs: str) -> str | None:
@@ -184,10 +176,10 @@ def here() -> Env:
 
 @functools.lru_cache(maxsize=1024)
 def _resolved(asked: _Asked, default: Any, mesh: Any, num_devices: int) -> Env:
-    is_manual = AxisType.Manual in getattr(mesh, "axis_types", ())
+    is_manual = AxisType.Manual in mesh.axis_types
     is_split = asked.device is None and num_devices > 1 and not is_manual
     device = asked.device or _device(default)
-    abstract = getattr(mesh, "abstract_device", None)
+    abstract = mesh.abstract_device
     if abstract is not None and asked.device is None:  # the mesh names the device
         cores = abstract.num_cores or device.cores
         device = device._replace(kind=abstract.device_kind, cores=cores)

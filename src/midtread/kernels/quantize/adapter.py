@@ -24,7 +24,7 @@ from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
 from midtread.kernels.layout import SYMBOLIC, TILE, Fit, as_matrix, fit, is_static
 from midtread.kernels.quantize import triton
-from midtread.kernels.quantize.operand import Operand, Quantized, Twice, why_not_twice
+from midtread.kernels.quantize.operand import Operand, Quantized, Twice
 from midtread.kernels.scaled_matmul import FLOAT8
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
 from midtread.numerics.rounding import hashed, mix, seed
@@ -251,9 +251,10 @@ class Tiles(NamedTuple):
 
 
 def plan_twice(a: Twice, env: Env) -> Same | Tiles | Refusal:
-    reason = why_not_twice(a)
-    if reason is not None:
-        return Refusal(reason)
+    if any(spec.rounding != "nearest" for spec in a.specs):
+        return Refusal("rounding by chance needs a noise for either")
+    if sorted(a.summed[0] + a.summed[1]) != list(range(a.x.ndim)):
+        return Refusal("the two matmuls do not sum over all axes")
     plans = [plan(operand, env) for operand in a.operands]
     for each in plans:
         if isinstance(each, Refusal):
