@@ -60,8 +60,8 @@ def unbox(x: Any) -> Any:
         return unbox(x.unbox(apply_constraint=False))
     if sort == "metadata":
         return unbox(x.unbox())
-    if sort == "codes":
-        return x.map(unbox)
+    if sort == "codes":  # whose parts are boxed alike
+        return x.map(unbox) if _is_box(x.qvalue) or _is_box(x.scale) else x
     leaves, tree = jax.tree.flatten(x, is_leaf=_is_box)
     if not any(map(_is_box, leaves)):
         return x

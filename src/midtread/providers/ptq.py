@@ -81,15 +81,7 @@ class PtqProvider(QuantizationProvider):
     """
 
     honours = field_names(QtRule)  # those of the backward say nothing about serving
-    ops = (
-        *caught.CONTRACTIONS,
-        "take",
-        "getitem",
-        "asarray",
-        "param",
-        "promote_dtype",
-        "promote_dtype_nnx",
-    )
+    ops = (*caught.CONTRACTIONS, "take", "getitem", "asarray", "param")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -122,14 +114,15 @@ class PtqProvider(QuantizationProvider):
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
+        weight = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         for a in args:
-            if rule is not None and isinstance(a, WithAux):
-                self._check_format(a, recipe_of(rule, False, True).fwd.rhs)
+            if isinstance(a, WithAux):
+                self._check_format(a, weight)
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
-        sources = {id(a): self._source(a, not boxed) for a in args if _is_float(a)}
-        if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
+        sources = {id(a): self._source(a, not boxed) for a in args if is_float(a)}
+        if weight is not None:
             has_weight = boxed or any(sources.values())
             self._note_met(rule, has_weight)
             if not has_weight:  # beside one, what is computed of parameters is an input
@@ -150,7 +143,7 @@ class PtqProvider(QuantizationProvider):
                 dequantize(a) if is_boxed(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
-        source = self._source(a) if spec is not None and _is_float(a) else None
+        source = self._source(a) if spec is not None and is_float(a) else None
         if spec is not None:
             self._note_met(rule, is_boxed(a) or source is not None)
         if source is not None:
@@ -177,7 +170,7 @@ class PtqProvider(QuantizationProvider):
                 numbered = c.number_axes(spec, side, x.shape)
                 codes = self._quantize_param(params[side], x, numbered)
                 sides[side] = x if codes is None else codes
-            elif _is_float(x):
+            elif is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
                     numbered = c.number_axes(spec, side, x.shape)
@@ -202,7 +195,7 @@ class PtqProvider(QuantizationProvider):
         """The codes behind an operand that is made of the values of a box, where they can
         follow; else the operand."""
         opened = running.call_of(self).notes.get("opened")
-        if not opened or not _is_float(x):
+        if not opened or isinstance(x, WithAux) or not is_float(x):
             return x
         for ancestor, moves in trail(flaxlib.unbox(x)):
             if id(ancestor) in opened:
@@ -234,7 +227,10 @@ class PtqProvider(QuantizationProvider):
         return None if seen is None else Source(owner, name, seen)
 
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
-        """Notes whether an op that a weight rule matched has a weight."""
+        """Notes whether an op that a weight rule matched has a weight, for the report that is
+        made after the first run."""
+        if self._initial_run_complete:
+            return
         index = next(i for i, known in enumerate(self._rules) if known is rule)
         self._float.note_met(index, is_met, intercept.current_module())
 
@@ -336,19 +332,6 @@ class PtqProvider(QuantizationProvider):
         param = nn.Module.param(module, name, *args, **kwargs)
         note_given(running.call_of(self), module, name, param)
         return param
-
-    def promote_dtype(self, *args, **kwargs) -> list[Any]:
-        if len(args) == 1 and is_boxed(args[0]):  # a table, to be looked up
-            dtype = kwargs.get("dtype")
-            return [args[0] if dtype is None else args[0].astype(dtype)]
-        floats = [None if is_boxed(a) else a for a in args]
-        if intercept.share_a_dtype(floats, **kwargs):
-            return list(args)
-        plain = nn.dtypes.promote_dtype(*floats, **kwargs)
-        return [a if is_boxed(a) else p for a, p in zip(args, plain)]
-
-    def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
-        return tuple(self.promote_dtype(*args, **kwargs))
 
     def asarray(self, a: Any, dtype: Any = None, *args, **kwargs) -> Any:
         """A box stays one, in another dtype if one is asked for; an nnx.State of the parts
@@ -452,10 +435,6 @@ def _is_bridged(module: Any, model: Any) -> bool:
     if isinstance(module, nnx.bridge.ToNNX):
         return True
     return isinstance(module, nn.Module) and isinstance(model, nnx.Module)
-
-
-def _is_float(x: Any) -> bool:
-    return not isinstance(x, WithAux) and is_float(x)
 
 
 def _open(x: Any) -> Any:
