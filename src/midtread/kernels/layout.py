@@ -225,22 +225,6 @@ def as_matrix(part: jax.Array, shape: Sequence[int], first: int) -> jax.Array:
     return jnp.broadcast_to(part, fitted.shape).reshape(fitted.matrix)
 
 
-def as_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """Arranges codes as a matrix [kept, summed]."""
-    codes = codes_of(x).transpose([*map(labels.index, (*kept, *summed))])
-    return codes.reshape(math.prod(codes.shape[: len(kept)]), -1)
-
-
-def scales_of_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """Returns scales in float32 [r, t], over the rows of `as_rows` and tiles of their sums."""
-    if not isinstance(x, QArray):
-        return jnp.ones((1, 1), jnp.float32)
-    order = [*map(labels.index, (*kept, *summed))]
-    shape = [*map(x.qvalue.shape.__getitem__, order)]
-    scale = x.scale.astype(jnp.float32).transpose(order)
-    return as_matrix(scale, shape, len(kept))
-
-
 # --- a stored weight --------------------------------------------------------------------------
 
 

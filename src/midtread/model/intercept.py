@@ -281,15 +281,10 @@ def _guarded_code(*args, _midtread, **kwargs):
 
 
 def _without_jit(jitted: Any) -> Callable:
-    name = jitted.__name__
-
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
-        if not running.any_enabled():
-            return jitted(*args, **kwargs)
-        if OPS[name].numbers and any(map(is_boxed, args)):
-            return spellings.multiply_boxes(name, args, kwargs)
-        return jitted.__wrapped__(*args, **kwargs)
+        run = jitted.__wrapped__ if running.any_enabled() else jitted
+        return run(*args, **kwargs)
 
     return with_methods_of(jitted, wrapper)
 

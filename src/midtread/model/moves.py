@@ -63,7 +63,7 @@ class Axis(NamedTuple):
 
 
 def trail(x: Any) -> Iterator[tuple[Any, list[Move]]]:
-    """(ancestor, moves from it to x), x itself first, as far back as codes can follow."""
+    """Yields (ancestor, moves from it to x), x itself first, as far back as codes can follow."""
     moves: list[Move] = []
     while x is not None:
         inner = intercept.unwrap(x)
@@ -102,8 +102,8 @@ def ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
 
 
 def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
-    """The moves to `x` as a module sees them whose parameter has an axis that vmap hides;
-    None where the moves are of that axis too."""
+    """Returns the moves to `x` as a module sees them whose parameter has an axis that vmap
+    hides; None where the moves are of that axis too."""
     if not list(intercept.mapped(param)):
         return moves
     if not all(move.name in (*PLAIN, "vmap") for move in moves):
@@ -114,7 +114,7 @@ def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
 
 
 def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
-    """(the moves of an equation, what it moves); None of one that computes something."""
+    """Returns (the moves of an equation, what it moves); None for one that computes something."""
     if equation.primitive in ("jit", "pjit"):
         return _moves_inside(equation)
     if equation.primitive not in ACTS:
@@ -141,7 +141,7 @@ def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any]
 
 
 def _moves_inside(call: Equation) -> tuple[list[Move], Any] | None:
-    """The moves of a jitted function, from its result back to the argument it moves."""
+    """Returns what `_moves` does, of a jitted function: from its result back to an argument."""
     closed, moves = call.params["jaxpr"], []
     jaxpr = closed.jaxpr
     var = jaxpr.outvars[call.index]
@@ -160,7 +160,7 @@ def _moves_inside(call: Equation) -> tuple[list[Move], Any] | None:
 
 
 def _with_starts(move: Move, closed: Any, operands: list) -> Move:
-    """A dynamic_slice inside a jit, with the values of its starts outside of it."""
+    """Gives a dynamic_slice inside a jit the values that its starts have outside of it."""
     if move.starts is None or any(not hasattr(x, "shape") for x in operands):
         return move._replace(starts=None)
     fn = jax.extend.core.jaxpr_as_fun(
@@ -175,8 +175,8 @@ def _with_starts(move: Move, closed: Any, operands: list) -> Move:
 def stored(
     spec: Spec, shape: Sequence[int], moves: list[Move]
 ) -> tuple[tuple[int, ...], Spec, list[Move]] | None:
-    """(the shape to store a parameter of `shape` in, its Spec, the moves from there), for
-    `spec` of the operand that the moves make of it. None where codes cannot follow."""
+    """Returns (the shape to store a parameter of `shape` in, its Spec, the moves from there), for
+    `spec` of the operand that the moves make of it; None where codes cannot follow."""
     first = next((i for i, m in enumerate(moves) if not _regroups(m)), len(moves))
     regrouped = [m for m in moves[:first] if m.after != m.before]
     if not all(map(_keeps_values, moves[:first])):
@@ -211,12 +211,13 @@ def stored(
 
 
 def _regroups(move: Move) -> bool:
-    """A cast or a reshape: what stands before all else, the parameter is stored after."""
+    """Whether it is a cast or a reshape. If it is done before all else, the parameter is stored
+    in the shape that comes of it."""
     return move.name in PLAIN
 
 
 def _tile(tile: Any, axis: Axis, extent: int) -> Any:
-    """The tile of the parameter's axis, None where the operand's would be cut."""
+    """Returns the tile of the parameter's axis, None where the operand's would be cut."""
     if axis.grain == 0 and axis.repeats == 1:
         return tile
     if isinstance(tile, float) or tile % axis.repeats:
@@ -230,7 +231,7 @@ def _tile(tile: Any, axis: Axis, extent: int) -> Any:
 
 
 def follow(q: QArray, moves: list[Move]) -> QArray | None:
-    """The moves, of codes and scales; None where these cannot follow."""
+    """Does the moves to codes and scales; returns None where these cannot follow."""
     for move, after in zip(moves, [*moves[1:], None]):
         if move.name == "reshape" and after is not None and after.name == "reshape":
             continue  # only what comes of both counts

@@ -131,7 +131,7 @@ class PtqProvider(QuantizationProvider):
         return getattr(ops, name)(*args, **kwargs)
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
-        """A look-up: from a box, or one that makes the box if a rule names it."""
+        """Looks up rows of a box, or of a table that becomes one if a rule names look-ups."""
         rule, _ = self._get_current_rule_and_op_id("take")
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         a = self._codes_of(a)
@@ -192,8 +192,8 @@ class PtqProvider(QuantizationProvider):
             )
 
     def _codes_of(self, x: Any) -> Any:
-        """The codes behind an operand that is made of the values of a box, where they can
-        follow; else the operand."""
+        """Returns the codes behind an operand that is made of the values of a box, where they
+        can follow; else the operand."""
         opened = running.call_of(self).notes.get("opened")
         if not opened or isinstance(x, WithAux) or not is_float(x):
             return x
@@ -205,7 +205,7 @@ class PtqProvider(QuantizationProvider):
         return x
 
     def _source(self, x: jax.Array, elsewhere: bool = True) -> Source | None:
-        """The parameter that x is made of, or None for an activation. Where the other
+        """Returns the parameter that x is made of, None for an activation. Where the other
         operand is a weight already, only the module's own parameters are asked, and neither
         parts of them nor those that live `elsewhere`."""
         module = intercept.current_module()
@@ -240,9 +240,10 @@ class PtqProvider(QuantizationProvider):
         self._float.note_computed(running.call_of(self), module, operands)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
-        """Not so for a Linen module applied by hand to what the model computed, nor for
-        one bridged to NNX, whose variables go back to Linen: no box can. Nor for a layer
-        inside a wrapper that computes with every parameter before the layer gets it."""
+        """Whether a box can take the parameter's place in the model. It cannot in a Linen module
+        applied by hand to what the model computed, nor in one bridged to NNX, whose variables
+        go back to Linen, nor in a layer inside a wrapper that computes with every parameter
+        before the layer gets it."""
         root = running.call_of(self).model
         if _is_bridged(module, root):
             return False
@@ -258,8 +259,8 @@ class PtqProvider(QuantizationProvider):
         )
 
     def _outer(self, module: Any, name: str) -> Any:
-        """The model's own module where `module` is a stand-in for it that a transform made,
-        unless it holds one layer of many."""
+        """Returns the model's own module where `module` is a stand-in for it that a transform
+        made, unless it holds one layer of many."""
         outer = outer_module(running.call_of(self), module)
         theirs, ours = (flaxlib.params_of(m).get(name) for m in (outer, module))
         if theirs is None or ours is None:  # of another model, or a box by now
@@ -325,7 +326,7 @@ class PtqProvider(QuantizationProvider):
     # What a layer does to its parameter before it multiplies.
 
     def param(self, module: nn.Module, name: str, *args, **kwargs) -> Any:
-        """A box is given out as it is: its shapes are not those that init would make."""
+        """Gives out a box as it is, because its shapes are not those that init would make."""
         known = module.get_variable("params", name)
         if isinstance(known, WithAux):
             return flaxlib.unbox(known)
@@ -334,8 +335,8 @@ class PtqProvider(QuantizationProvider):
         return param
 
     def asarray(self, a: Any, dtype: Any = None, *args, **kwargs) -> Any:
-        """A box stays one, in another dtype if one is asked for; an nnx.State of the parts
-        of a QArray becomes that QArray."""
+        """Leaves a box a box, in another dtype if one is asked for, and makes a QArray of an
+        nnx.State of its parts."""
         if isinstance(a, nnx.Variable):
             a = a.get_raw_value()
         if isinstance(a, nnx.State) and "array" in a:
@@ -376,7 +377,7 @@ class PtqProvider(QuantizationProvider):
             getattr(model, method)(*inputs, **kwargs)
 
     def _add_params(self, model: nnx.Module, after: dict) -> None:
-        """For subclasses: adds what the abstract run added besides boxes."""
+        """Adds what the abstract run added besides boxes; a subclass knows what that is."""
 
 
 def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
@@ -395,13 +396,13 @@ def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
 
 
 def _is_abstract(model: nnx.Module) -> bool:
-    """Made by nnx.eval_shape: shapes in the place of arrays."""
+    """Whether nnx.eval_shape made it, with shapes in the place of arrays."""
     leaves = jax.tree.leaves(nnx.state(model))
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def static_range(rule, name: str, spec: Spec, x: jax.Array):
-    """The range behind a stored scale, which is a parameter beside the weight."""
+    """Returns the range behind a stored scale, which is a parameter beside the weight."""
     module = intercept.current_module()
 
     def init():

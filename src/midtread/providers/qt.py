@@ -161,8 +161,8 @@ class QtProvider(QuantizationProvider):
             return jax.random.key(0)  # the model runs on shapes, so any key will do
         return flaxlib.make_rng(module, "stochastic_rounding")
 
-    def begin_call(self, model: nnx.Module) -> None:
-        if any(self._stacks.values()):
+    def begin_call(self, model: Any) -> None:
+        if isinstance(model, nnx.Module) and any(self._stacks.values()):
             flaxlib.stack_rngs(model, self._stacks)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:

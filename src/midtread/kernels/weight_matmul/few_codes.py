@@ -115,7 +115,8 @@ def _bears_bfloat16(a: Matmul) -> bool:
 
 
 def _values(x: QArray) -> jax.Array:
-    """What the codes stand for; without extents of 1 on the way, as in quantize/xla.py."""
+    """Returns what codes stand for, without extents of 1 on the way, as `OneRead` does
+    (quantize/operand.py)."""
     shape = x.qvalue.shape
     wide = [n for n in shape if n != 1]
     if wide and x.logical is None and not is_explicit(*layout.parts_of(x)):

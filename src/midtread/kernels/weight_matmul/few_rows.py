@@ -45,17 +45,12 @@ def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
         return f"the other operand is {x.dtype}, not {' or '.join(dtypes)}"
     if not 0 < stored.num_rows <= MAX_ROWS:
         return f"{stored.num_rows} rows: the kernel is for {MAX_ROWS} at most"
-    is_whole = stored.shape[1] % _planes(w.format) == 0
+    is_whole = stored.shape[1] % decoding.num_planes(w.format) == 0
     if stored.summed == 0 and not (
         is_whole and stored.counts[1] in (1, stored.shape[1])
     ):
         return f"scales of extents {stored.counts} on {stored.shape} codes"
     return None
-
-
-def _planes(fmt: Format) -> int:
-    """Codes in a byte."""
-    return 8 // dtype_bits(fmt.dtype)
 
 
 class Hopper(NamedTuple):
@@ -163,7 +158,7 @@ class Triton(NamedTuple):
     def _sum(self, a: WeightArrays) -> jax.Array:
         if self.is_turned:
             return _turned_call(self.planned, self.is_interpreted)(a.x_MK, a.codes)
-        planes, n = _planes(self.fmt), a.codes.shape[1]
+        planes, n = decoding.num_planes(self.fmt), a.codes.shape[1]
         as_bytes = lambda x: decoding.as_bytes(x) if planes > 1 else x  # free
         args, zeros = [a.x_MK, as_bytes(a.codes)], None
         if a.inner is not None:
@@ -191,7 +186,10 @@ def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
         size = stored.num_rows, stored.shape
         blocks = triton.transposed_blocks(*size)
     else:
-        size = stored.num_rows, (stored.shape[0], stored.shape[1] // _planes(fmt))
+        size = (
+            stored.num_rows,
+            (stored.shape[0], stored.shape[1] // decoding.num_planes(fmt)),
+        )
         blocks = triton_tuned.weight_blocks(fmt, *size, stored.group)
     if blocks is None:
         return Refusal(f"{stored.shape} codes do not divide into blocks")
@@ -323,6 +321,6 @@ def _triton_call(
 
 def _codes(bytes_: jax.Array, fmt: Format) -> jax.Array:
     """Codes [.., B, P] of bytes [.., B]."""
-    planes = _planes(fmt)
+    planes = decoding.num_planes(fmt)
     codes = lax.bitcast_convert_type(bytes_, fmt.dtype) if planes > 1 else bytes_
     return codes.reshape(*bytes_.shape, planes)
