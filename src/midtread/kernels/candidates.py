@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: what `explain` calls it.
-        needs: the device that it needs, a key of `Env.reasons`.
+        needs: the device that it needs, as in `Env.why_not`.
         plan: `plan(operands, env) -> Plan | Refusal`, or "module:name" of that function.
             The module is imported only when the device has what the candidate needs,
             because Pallas is large.

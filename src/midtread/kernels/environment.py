@@ -50,6 +50,14 @@ DEVICES = {
 }
 
 
+def device_named(name: str) -> Device:
+    """Returns the device of this name among those that can be pretended."""
+    if name not in DEVICES:
+        known = ", ".join(DEVICES)
+        raise ValueError(f"unknown device {name!r}. There are: {known}.")
+    return DEVICES[name]
+
+
 @dataclasses.dataclass(frozen=True)
 class Env:
     """The device, the implementation that was asked for, and whether others share the work.
@@ -82,10 +90,12 @@ class Env:
 
     @functools.cached_property
     def reasons(self) -> dict[str, str | None]:
-        """For each device that a kernel may need (NEEDS) why it cannot run here, or None."""
-        return {needs: self._why_not(needs) for needs in NEEDS}
+        """The answers of `why_not` for everything that a kernel may need."""
+        return {needs: self.why_not(needs) for needs in NEEDS}
 
-    def _why_not(self, needs: str) -> str | None:
+    def why_not(self, needs: str) -> str | None:
+        """Says why a kernel that needs such a device, of NEEDS, cannot run here; None if it
+        can."""
         if needs == "any":
             return None
         if needs == "cpu":
@@ -152,10 +162,7 @@ def pretended(name: str) -> Iterator[None]:
     ...     here().device.kind
     'NVIDIA H200'
     """
-    if name not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise ValueError(f"unknown device {name!r}. There are: {known}.")
-    device = DEVICES[name]
+    device = device_named(name)
     with _asked(_asked.value._replace(device=device)), platforms.pretended(device.platform):  # fmt: skip
         yield
 

@@ -27,14 +27,14 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.kernels.environment import DEVICES, here, implementation
+from midtread.kernels.environment import device_named, here, implementation
 from midtread.model import adopt, donation, flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.clipping import clipped
 from midtread.model.coverage import Coverage, Param
 from midtread.model.function import quantize_function
 from midtread.model.ledger import Ledger, Witness
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import QuantizationProvider, check_provider
 from midtread.model.quantize import quantize_model, split_arrays
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray
@@ -90,11 +90,9 @@ def explain(
         raise ValueError("variables are for data: give both, or neither.")
     if device is not None and not kernels:
         raise ValueError(f"device={device!r} is for kernels=True: write both.")
-    if device is not None and device not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise ValueError(f"unknown device {device!r}. There are: {known}.")
-    if not isinstance(provider, QuantizationProvider):
-        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    if device is not None:
+        device_named(device)
+    check_provider(provider, "mt.explain(model, {}, x)")
     if not inputs and not kwargs:
         raise ValueError(
             "explain needs the model's inputs: arrays, or jax.ShapeDtypeStruct(shape, "

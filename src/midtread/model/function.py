@@ -26,7 +26,7 @@ import jax
 from jax.extend import source_info_util
 
 from midtread.model import intercept, running
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import QuantizationProvider, check_provider
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
 from midtread.ops.context import here
@@ -70,8 +70,7 @@ def quantize_function(
         ValueError: A rule needs state that a function does not keep.
         TypeError: A function or a provider that is none.
     """
-    if not isinstance(provider, QuantizationProvider):
-        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    check_provider(provider, "mt.quantize_function(fn, {})")
     if not callable(fn):
         raise TypeError(f"fn should be a function, not {fn!r}.")
 

@@ -315,7 +315,7 @@ class Ledger:
         short = lambda side: sides[side][1].text.split("/")[0]
         of_rows = short(act) if operand.quantized else measured.FLOAT
         (name,) = self.on
-        device = environment.DEVICES[name] if name else environment.here().device
+        device = environment.device_named(name) if name else environment.here().device
         return measured.compare(device.kind, short(weight), of_rows, rows)
 
     def _rule(self, op: _Op | None) -> Any:

@@ -119,12 +119,9 @@ def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any]
         return _moves_inside(equation)
     if equation.primitive not in ACTS:
         return None
-    operands = equation.operands
-    if (
-        equation.primitive == "optimization_barrier"
-    ):  # of several arrays, each to itself
-        operands = [operands[equation.index]]
-    operand, *starts = operands
+    operand, *starts = equation.operands
+    if equation.primitive in PLAIN and starts:  # of several arrays, each is a result
+        operand, starts = equation.operands[equation.index], []
     array = getattr(operand, "aval", operand)  # of a variable inside a jit
     if not hasattr(array, "shape"):
         return None

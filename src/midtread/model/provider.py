@@ -375,6 +375,17 @@ class QuantizationProvider:
         return [r for r, count in zip(self._rules, self._rule_matches) if not count]
 
 
+def check_provider(provider: Any, call: str) -> None:
+    """Refuses what is no provider, where a function takes one, as `call` shows."""
+    if not isinstance(provider, QuantizationProvider):
+        is_class = isinstance(provider, type)
+        name = (provider if is_class else type(provider)).__name__
+        raise TypeError(
+            f"provider should be a QuantizationProvider, not {'the class' if is_class else 'a'} "
+            f"{name}: write {call.format('mt.PtqProvider(rules)')}, or mt.QtProvider(rules)."
+        )
+
+
 def like_by_rules(provider: QuantizationProvider, cls: type) -> Any:
     """Returns the rules, of a provider that is of this very class and so depends on nothing
     else."""

@@ -36,6 +36,11 @@ def watched(by: Any) -> Iterator[None]:
         here.witness, here.watched = before
 
 
+def key() -> int | None:
+    """Returns the number of the witness, None if there is none."""
+    return here.watched
+
+
 def handle(name: str, handler: Callable, args: tuple, kwargs: dict) -> Any:
     """Calls the handler of an intercepted op, and lets the witness surround the call."""
     if here.witness is None:
