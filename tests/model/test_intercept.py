@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import midtread as mt
-from midtread.model import caught, flaxlib, intercept, origins
+from midtread.model import caught, flaxlib, intercept, moves
 
 W = jax.random.normal(jax.random.key(1), (8, 8))
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -285,7 +285,7 @@ def test_private_names_are_still_there():
 
     def body(x):
         y = x.astype(jnp.bfloat16).reshape(-1)
-        made_from = list(origins.ancestors(y))
+        made_from = [array for array, _ in moves.ancestors(y)]
         assert any(a is x for a in made_from), made_from
         return y
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from midtread.numerics.calibration import (
-    AmaxHistory,
     Average,
     largest,
     parse,
@@ -235,23 +234,6 @@ def test_average_refuses_a_range_of_another_shape():
     state = average.init({"absmax": jnp.ones((1, 8))})
     with pytest.raises(ValueError, match=r"\(1, 4\).*\(1, 8\).*act_batch_axes"):
         average.update(state, {"absmax": jnp.ones((1, 4))})
-
-
-def test_history_keeps_the_largest_of_the_last_steps():
-    history = AmaxHistory(3)
-    state, got = history.init(), []
-    for amax in [5.0, 1.0, 2.0, 3.0, 0.5]:
-        state = history.update(state, jnp.full((1, 1), amax, jnp.bfloat16))
-        got.append(history.range(state, 2)["absmax"])
-    assert [g.item() for g in got] == [5, 5, 5, 3, 3]
-    assert got[0].shape == (1, 1) and state.tolist() == [0.5, 2, 3]
-
-
-@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan])
-def test_history_without_a_usable_maximum_gives_the_default(amax):
-    history = AmaxHistory(4)
-    state = history.update(history.init(), jnp.float32(amax))
-    assert history.range(state, 1, default=2.5)["absmax"].tolist() == [2.5]
 
 
 def test_statistics_of_another_calibration_are_refused():

@@ -50,6 +50,13 @@ def test_history_wraps_and_scale_follows():
     assert sorted(meta["amax_history"].tolist()) == [1.0, 1.0, float("inf")]
 
 
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
+def test_a_history_without_a_usable_maximum_keeps_the_scale(value):
+    meta = {"amax_history": jnp.zeros(4), "scale": jnp.full(1, 2.5)}
+    meta = delayed.advance(meta, jnp.full((1, 1), value, jnp.bfloat16), bound=2.0)
+    assert delayed.advance(meta, jnp.ones(()), bound=2.0)["scale"].tolist() == [2.5]
+
+
 def test_new_state_is_the_gradient_of_the_old(key):
     x = jax.random.normal(key, (4, 16))
     model, variables = dense(key, x)

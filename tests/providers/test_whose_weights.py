@@ -141,6 +141,22 @@ def test_experts_held_by_another_module():
     )
 
 
+@pytest.mark.parametrize("together", [jax.lax.optimization_barrier, jax.device_put])
+def test_weights_that_go_through_one_equation_are_told_apart(together):
+    class Both(nnx.Module):
+        def __init__(self):
+            self.one, self.two = weight(7), weight(8)
+
+        def __call__(self, x):
+            one, two = together((self.one[...], self.two[...]))
+            return x @ one @ two
+
+    model = Both()
+    served = mt.quantize_model(model, mt.PtqProvider([RULE], strict=True), X)
+    assert isinstance(served.one, mt.WithAux) and isinstance(served.two, mt.WithAux)
+    assert_near(jax.jit(lambda x: served(x))(X), model(X))
+
+
 def test_linen_weight_of_a_child():
     served = mt.quantize_model(Tied(), mt.PtqProvider([RULE], strict=True))
     params = Tied().init(jax.random.key(0), X)["params"]

@@ -460,7 +460,7 @@ def formats(kind: str) -> tuple[str, ...]:
 
 
 def num_planes(fmt: Format) -> int:
-    """How many codes share a byte."""
+    """Returns how many codes share a byte."""
     return 8 // dtype_bits(fmt.dtype)
 
 

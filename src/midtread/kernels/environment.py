@@ -50,6 +50,14 @@ DEVICES = {
 }
 
 
+def device_named(name: str) -> Device:
+    """Returns the device of this name among those that can be pretended."""
+    if name not in DEVICES:
+        known = ", ".join(DEVICES)
+        raise ValueError(f"unknown device {name!r}. There are: {known}.")
+    return DEVICES[name]
+
+
 @dataclasses.dataclass(frozen=True)
 class Env:
     """The device, the implementation that was asked for, and whether others share the work.
@@ -80,20 +88,14 @@ class Env:
     def is_interpreted(self) -> bool:
         return self.asked == "interpret"
 
-    def why_not(self, needs: str) -> str | None:
-        """Says why a kernel that needs such a device cannot run here; None if it can.
-
-        Args:
-            needs: "any", "cpu", "nvidia" or "hopper".
-        """
-        return self.reasons[needs]
-
     @functools.cached_property
     def reasons(self) -> dict[str, str | None]:
         """The answers of `why_not` for everything that a kernel may need."""
-        return {needs: self._why_not(needs) for needs in NEEDS}
+        return {needs: self.why_not(needs) for needs in NEEDS}
 
-    def _why_not(self, needs: str) -> str | None:
+    def why_not(self, needs: str) -> str | None:
+        """Says why a kernel that needs such a device, of NEEDS, cannot run here; None if it
+        can."""
         if needs == "any":
             return None
         if needs == "cpu":
@@ -160,10 +162,7 @@ def pretended(name: str) -> Iterator[None]:
     ...     here().device.kind
     'NVIDIA H200'
     """
-    if name not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise ValueError(f"unknown device {name!r}. There are: {known}.")
-    device = DEVICES[name]
+    device = device_named(name)
     with _asked(_asked.value._replace(device=device)), platforms.pretended(device.platform):  # fmt: skip
         yield
 
@@ -184,10 +183,10 @@ def here() -> Env:
 
 @functools.lru_cache(maxsize=1024)
 def _resolved(asked: _Asked, default: Any, mesh: Any, num_devices: int) -> Env:
-    is_manual = AxisType.Manual in getattr(mesh, "axis_types", ())
+    is_manual = AxisType.Manual in mesh.axis_types
     is_split = asked.device is None and num_devices > 1 and not is_manual
     device = asked.device or _device(default)
-    abstract = getattr(mesh, "abstract_device", None)
+    abstract = mesh.abstract_device
     if abstract is not None and asked.device is None:  # the mesh names the device
         cores = abstract.num_cores or device.cores
         device = device._replace(kind=abstract.device_kind, cores=cores)

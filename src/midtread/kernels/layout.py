@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from midtread.numerics import views
 from midtread.numerics.dtypes import is_wide
+from midtread.numerics.platforms import is_explicit
 from midtread.numerics.qarray import QArray
 
 Labels = tuple[str, ...]
@@ -172,24 +172,12 @@ def is_static(*arrays: Any) -> bool:
     return kinds <= {int}
 
 
-def is_explicit(*arrays: jax.Array) -> bool:
-    """Whether an array is laid out over mesh axes that are part of the type, which kernels do
-    not follow."""
-    for x in arrays:
-        if isinstance(x, jax.ShapeDtypeStruct):  # a shape has no layout
-            continue
-        mesh = jax.typeof(x).sharding.mesh
-        if AxisType.Explicit in getattr(mesh, "axis_types", ()):
-            return True
-    return False
-
-
 def why_not_here(*operands: Any) -> str | None:
     """Says why kernels cannot take operands that are laid out as these are; None if they can."""
     parts = [part for x in operands for part in parts_of(x)]
-    if is_explicit(*parts):
-        return EXPLICIT
-    return None if is_static(*parts) else SYMBOLIC
+    if not is_static(*parts):
+        return SYMBOLIC
+    return EXPLICIT if is_explicit(*parts) else None
 
 
 def round_up(extent: int, multiple: int) -> int:
@@ -235,22 +223,6 @@ def as_matrix(part: jax.Array, shape: Sequence[int], first: int) -> jax.Array:
     fitted = fit(part.shape, tuple(shape), first)
     assert fitted is not None, (part.shape, shape)
     return jnp.broadcast_to(part, fitted.shape).reshape(fitted.matrix)
-
-
-def as_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """Arranges codes as a matrix [kept, summed]."""
-    codes = codes_of(x).transpose([*map(labels.index, (*kept, *summed))])
-    return codes.reshape(math.prod(codes.shape[: len(kept)]), -1)
-
-
-def scales_of_rows(x: Any, labels: Labels, kept: Labels, summed: Labels) -> jax.Array:
-    """Returns scales in float32 [r, t], over the rows of `as_rows` and tiles of their sums."""
-    if not isinstance(x, QArray):
-        return jnp.ones((1, 1), jnp.float32)
-    order = [*map(labels.index, (*kept, *summed))]
-    shape = [*map(x.qvalue.shape.__getitem__, order)]
-    scale = x.scale.astype(jnp.float32).transpose(order)
-    return as_matrix(scale, shape, len(kept))
 
 
 # --- a stored weight --------------------------------------------------------------------------

@@ -23,9 +23,14 @@ class Measured(NamedTuple):
     date: str
     what: str
     rows: tuple[int, ...]
-    speeds: dict[
-        tuple[str, str], tuple[float, ...]
-    ]  # (weight, rows' format): x bfloat16
+    # (weight, rows' format) -> how many times faster than bfloat16, by the rows
+    speeds: dict[tuple[str, str], tuple[float, ...]]
+
+    def nearest(self, rows: int) -> tuple[int, dict[tuple[str, str], float]]:
+        """Returns the nearest number of rows that was timed, and the speeds with so many."""
+        timed = min(self.rows, key=lambda n: abs(math.log(n / rows)))
+        index = self.rows.index(timed)
+        return timed, {k: x[index] for k, x in self.speeds.items() if index < len(x)}
 
 
 MEASURED = (
@@ -50,6 +55,10 @@ MEASURED = (
 BANDWIDTHS = {"NVIDIA H200": 4.8e12, "NVIDIA H100": 3.35e12}
 
 
+def _known(device: str) -> Measured | None:
+    return next((m for m in MEASURED if device.startswith(m.device)), None)
+
+
 def milliseconds(device: str, weight: str, size: int, rows: int = 1) -> float:
     """How long a step of decoding takes for a weight, by what was measured: the time that it
     takes to read as bfloat16, over how many times faster the format was.
@@ -66,20 +75,15 @@ def milliseconds(device: str, weight: str, size: int, rows: int = 1) -> float:
     Raises:
         ValueError: nothing was measured for the device, or for the format on it.
     """
-    known = next((m for m in MEASURED if device.startswith(m.device)), None)
+    known = _known(device)
     if known is None:
         raise ValueError(
             f"nothing was measured on {device}, only on "
             f"{', '.join(m.device for m in MEASURED)}: give one of them as device=..., or a "
             "budget in bytes."
         )
-    timed = min(known.rows, key=lambda n: abs(math.log(n / rows)))
-    index = known.rows.index(timed)
-    speeds = {
-        name: x[index]
-        for (name, act), x in known.speeds.items()
-        if act == FLOAT and index < len(x)
-    }
+    timed, speeds = known.nearest(rows)
+    speeds = {name: x for (name, act), x in speeds.items() if act == FLOAT}
     speeds["bfloat16"] = 1.0
     if weight not in speeds:
         raise ValueError(
@@ -108,16 +112,11 @@ Llama-3-8B, NVIDIA H200, 2026-11-16)'
     Returns:
         A clause for `explain`.
     """
-    known = next((m for m in MEASURED if device.startswith(m.device)), None)
+    known = _known(device)
     if known is None:
         return f"nothing on {device}"
-    timed = min(known.rows, key=lambda n: abs(math.log(n / rows)))
-    index = known.rows.index(timed)
-    speeds = {
-        of_rows: x[index]
-        for (of_weight, of_rows), x in known.speeds.items()
-        if of_weight == weight and index < len(x)
-    }
+    timed, speeds = known.nearest(rows)
+    speeds = {of_rows: x for (name, of_rows), x in speeds.items() if name == weight}
     if act not in speeds or rows > 2 * known.rows[-1]:
         what = f"{weight} weights and {rows:,} {act} rows"
         return f"nothing for {what} on {known.device}"

@@ -51,8 +51,7 @@ def transposed(ref: Any) -> Any:
 
 def is_manual() -> bool:
     """Whether this is inside shard_map, where what a device sees is all there is."""
-    kinds = getattr(jax.sharding.get_abstract_mesh(), "axis_types", ())
-    return AxisType.Manual in kinds
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def alike(*inputs: jax.Array) -> list[jax.Array]:

@@ -13,6 +13,8 @@ type that has all of their values and that the backend computes in:
 so a result never depends on the detour, only the time does.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,37 +89,28 @@ def dot_general(
     )
 
 
-def ragged_dot_general(
-    lhs,
-    rhs,
-    sizes,
-    numbers,
-    *,
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
-) -> jax.Array:
-    """Does what lax.ragged_dot_general does, for any two operand types."""
-    lhs, rhs, precision, accumulate = _prepare(
-        lhs, rhs, precision, preferred_element_type, mixed=False
-    )
-    return lax.ragged_dot_general(
-        lhs, rhs, sizes, numbers, precision, accumulate, out_sharding=out_sharding
-    )
+def _of_one_dtype(op: Callable) -> Callable:
+    """Makes of a function of jax.lax one that takes any two operand types, and multiplies both
+    in the same type."""
+
+    @functools.wraps(op)
+    def run(
+        lhs, rhs, *rest, precision=None, preferred_element_type=None, out_sharding=None
+    ):
+        lhs, rhs, precision, accumulate = _prepare(
+            lhs, rhs, precision, preferred_element_type, mixed=False
+        )
+        return op(
+            lhs,
+            rhs,
+            *rest,
+            precision=precision,
+            preferred_element_type=accumulate,
+            out_sharding=out_sharding,
+        )
+
+    return run
 
 
-def conv_general_dilated(
-    lhs, rhs, *geometry, precision=None, preferred_element_type=None, out_sharding=None
-) -> jax.Array:
-    """Does what lax.conv_general_dilated does, for any two operand types."""
-    lhs, rhs, precision, accumulate = _prepare(
-        lhs, rhs, precision, preferred_element_type, mixed=False
-    )
-    return lax.conv_general_dilated(
-        lhs,
-        rhs,
-        *geometry,
-        precision=precision,
-        preferred_element_type=accumulate,
-        out_sharding=out_sharding,
-    )
+ragged_dot_general = _of_one_dtype(lax.ragged_dot_general)
+conv_general_dilated = _of_one_dtype(lax.conv_general_dilated)

@@ -10,13 +10,12 @@ intercept.py  calls of JAX's functions reach the active provider
 spellings.py  the matmuls that are a dot_general by another name
 everyop.py    every op reaches a provider, not contractions alone
 eager.py      what a layer makes of its parameters outside of a trace is noted
-origins.py    which arrays an array is a cast, a reshape or a transpose of
 running.py    which model, module and provider are at work on this thread
 weights.py    which operand of a matmul is a parameter
 flaxlib.py    Linen and NNX behind the same few functions
 adopt.py      a Flax model gets classes whose methods run under a provider
 boxes.py      how a quantized parameter is stored in a model
-moves.py      how codes follow what a layer does to a parameter before it multiplies
+moves.py      what an operand was made from, and how codes follow what made it
 guards.py     refuses a derivative or an optimizer that cannot be, with what to write instead
 
 explain.py    what a provider does to a model, op by op, from

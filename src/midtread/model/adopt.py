@@ -49,17 +49,23 @@ def _linen_method(cls: type, name: str, provider: Any) -> Callable:
     def method(self, *args, **kwargs):
         if self.scope is None or running.is_active(provider):
             return original(self, *args, **kwargs)
-        handlers = provider.handlers()
-        with intercept.active(provider, handlers, self), running.entered(self):
-            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            with nn.intercept_methods(_enter_linen):
-                out = original(model, *args, **kwargs)
-            return provider.process_model_output(name, out)
+        return _run(original, name, provider, self, args, kwargs)
 
     # wraps() copied the marks of a compact method, which this one only calls.
     for mark in ("compact", "nowrap", "method_handler_wrapped", "__wrapped__"):
         method.__dict__.pop(mark, None)
     return method
+
+
+def _run(original: Callable, name: str, provider: Any, model: Any, args, kwargs) -> Any:
+    """Runs a method of a model under a provider."""
+    handlers = provider.handlers()
+    with intercept.active(provider, handlers, model), running.entered(model):
+        provider.begin_call(model)
+        model, args, kwargs = provider.process_model_inputs(model, args, kwargs)
+        with nn.intercept_methods(_enter_linen):  # NNX may have bridges to Linen
+            out = original(model, *args, **kwargs)
+        return provider.process_model_output(name, out)
 
 
 def _enter_linen(next_fn, args, kwargs, context):
@@ -146,12 +152,6 @@ def _nnx_root(original: Callable, name: str, provider: Any) -> Callable:
         if running.is_active(provider):
             with running.entered(self):
                 return original(self, *args, **kwargs)
-        handlers = provider.handlers()
-        with intercept.active(provider, handlers, self), running.entered(self):
-            provider.begin_call(self)
-            model, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            with nn.intercept_methods(_enter_linen):  # there may be bridges to Linen
-                out = original(model, *args, **kwargs)
-            return provider.process_model_output(name, out)
+        return _run(original, name, provider, self, args, kwargs)
 
     return method

@@ -80,10 +80,12 @@ def _noting(original: Callable, turn: Callable | None = None) -> Callable:
 
     @functools.wraps(original)
     def wrapper(a, *args, **kwargs):
+        if here.engine:  # it moves no boxes
+            return original(a, *args, **kwargs)
         if is_boxed(a):
             return _move_box(original.__name__, turn, a, *args, **kwargs)
         out = original(a, *args, **kwargs)
-        if not here.active or here.engine or isinstance(out, jax.core.Tracer):
+        if not here.active or isinstance(out, jax.core.Tracer):
             return out
         axes = None if turn is None else _axes_of(turn, a.ndim, args, kwargs)
         return intercept.noted(out, (a,), axes)

@@ -22,18 +22,19 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import flax
 import jax
 from flax import linen as nn
 from flax import nnx
 
-from midtread.kernels.environment import DEVICES, here, implementation
+from midtread.kernels.environment import device_named, here, implementation
 from midtread.model import adopt, donation, flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.clipping import clipped
 from midtread.model.coverage import Coverage, Param
 from midtread.model.function import quantize_function
 from midtread.model.ledger import Ledger, Witness
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import QuantizationProvider, check_provider
 from midtread.model.quantize import quantize_model, split_arrays
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray
@@ -89,11 +90,9 @@ def explain(
         raise ValueError("variables are for data: give both, or neither.")
     if device is not None and not kernels:
         raise ValueError(f"device={device!r} is for kernels=True: write both.")
-    if device is not None and device not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise ValueError(f"unknown device {device!r}. There are: {known}.")
-    if not isinstance(provider, QuantizationProvider):
-        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    if device is not None:
+        device_named(device)
+    check_provider(provider, "mt.explain(model, {}, x)")
     if not inputs and not kwargs:
         raise ValueError(
             "explain needs the model's inputs: arrays, or jax.ShapeDtypeStruct(shape, "
@@ -150,8 +149,7 @@ def _trace_linen(model, provider, method, inputs, kwargs, seen):
             )
 
     jaxpr = jax.make_jaxpr(apply)(after, key, arrays).jaxpr
-    sizes = [_sizes(_flat_dict(tree.get("params", {}))) for tree in (before, after)]
-    return jaxpr, _params(*sizes)
+    return jaxpr, _params(*(_sizes(_flat_params(tree)) for tree in (before, after)))
 
 
 def _trace_nnx(model, provider, method, inputs, kwargs, seen):
@@ -208,14 +206,11 @@ def _trace_function(fn, provider, method, inputs, kwargs, seen):
     return jax.make_jaxpr(run)(arrays).jaxpr, _params(sizes, sizes)
 
 
-def _flat_dict(tree: Any, path: tuple = ()) -> dict[str, Any]:
-    """Returns {path: array or box} for nested dicts."""
-    if isinstance(tree, dict) or hasattr(tree, "items"):
-        flat = {}
-        for key, value in tree.items():
-            flat |= _flat_dict(value, (*path, str(key)))
-        return flat
-    return {"/".join(path): flaxlib.unbox(tree)}
+def _flat_params(variables: Any) -> dict[str, Any]:
+    """Returns {path: array or box} of the parameters of a Linen model."""
+    params = flax.core.unfreeze(variables.get("params", {}))
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    return {path: flaxlib.unbox(param) for path, param in flat.items()}
 
 
 def _flat_module(model: nnx.Module) -> dict[str, Any]:

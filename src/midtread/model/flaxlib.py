@@ -10,14 +10,12 @@ Which of the two libraries a module is of matters here and in adopt.py, and nowh
 """
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
@@ -50,49 +48,61 @@ _VARIABLES = {"quant_stats": QuantStat, "params": nnx.Param}
 
 def unbox(x: Any) -> Any:
     """Takes an array out of metadata boxes and variables, without applying constraints."""
-    sort = _sort(type(x))
+    sort = _sorts[type(x)]
     if sort == "array":
         return x
     if sort == "tracer":
-        if type(x.aval) is jax.core.ShapedArray or not isinstance(x, nnx.Variable):
-            return x
-        sort = "variable"
-    if sort == "variable":
+        is_box = type(x.aval) is not jax.core.ShapedArray and _is_box(x)
+        return unbox(x.get_raw_value()) if is_box else x
+    if sort in ("param", "variable"):
         return unbox(x.get_raw_value())
     if sort == "partitioned":
         return unbox(x.unbox(apply_constraint=False))
     if sort == "metadata":
         return unbox(x.unbox())
-    if sort == "codes":
-        return x.map(unbox)
-    leaves, tree = jax.tree.flatten(x, is_leaf=_is_unboxable)
-    if not any(map(_is_unboxable, leaves)):
+    if sort == "codes":  # whose parts are boxed alike
+        return x.map(unbox) if _is_box(x.qvalue) or _is_box(x.scale) else x
+    leaves, tree = jax.tree.flatten(x, is_leaf=_is_box)
+    if not any(map(_is_box, leaves)):
         return x
     return jax.tree.unflatten(tree, map(unbox, leaves))
 
 
-def _is_unboxable(x: Any) -> bool:
-    sort = _sort(type(x))
-    if sort != "tracer":
-        return sort in ("variable", "partitioned", "metadata")
-    return type(x.aval) is not jax.core.ShapedArray and isinstance(x, nnx.Variable)
+def _is_box(x: Any) -> bool:
+    sort = _sorts[type(x)]
+    if sort == "tracer":
+        return _is_traced(x, nnx.Variable)
+    return sort in ("param", "variable", "partitioned", "metadata")
 
 
-@functools.cache
-def _sort(kind: type) -> str:
-    """Says what sort of thing instances of a class are. It is cached by class, for to ask
-    `isinstance(x, nnx.Variable)` is slow, and tracing a model would spend its time on it."""
-    sorts = {
-        "tracer": jax.core.Tracer,
-        "variable": nnx.Variable,
-        "array": jax.Array,
-        "partitioned": nn.Partitioned,
-        "metadata": nn.meta.AxisMetadata,
-        "codes": QArray,
-    }
-    return next(
-        (name for name, base in sorts.items() if issubclass(kind, base)), "tree"
+def _is_traced(x: jax.core.Tracer, kind: type) -> bool:
+    """Whether a tracer stands for a variable of Flax's."""
+    return type(x.aval) is not jax.core.ShapedArray and isinstance(x, kind)
+
+
+class _Sorts(dict):
+    """Says what sort of thing instances of a class are: the first of these, or "node", which may
+    hold modules. It is kept by class, for to ask `isinstance(x, nnx.Variable)` is slow, and
+    tracing a model asks for every attribute of every module."""
+
+    BASES = (
+        ("tracer", jax.core.Tracer),
+        ("param", nnx.Param),
+        ("variable", nnx.Variable),
+        ("array", jax.Array),
+        ("partitioned", nn.Partitioned),
+        ("metadata", nn.meta.AxisMetadata),
+        ("codes", QArray),
+        ("plain", (np.dtype, str, int, float, type, type(None), types.FunctionType)),
     )
+
+    def __missing__(self, kind: type) -> str:
+        sorts = (name for name, base in self.BASES if issubclass(kind, base))
+        self[kind] = next(sorts, "node")
+        return self[kind]
+
+
+_sorts = _Sorts()
 
 
 def value_at(obj: Any, path: tuple) -> Any:
@@ -120,8 +130,8 @@ def params_of(module: Any) -> dict[str, Any]:
     return {
         name: unbox(value)
         for name, value in vars(module).items()
-        if (role := _roles[type(value)]) == "param"
-        or (role == "tracer" and _is_traced_param(value))
+        if (sort := _sorts[type(value)]) == "param"
+        or (sort == "tracer" and _is_traced(value, nnx.Param))
     }
 
 
@@ -138,30 +148,6 @@ def params_in_containers(module: nnx.Module) -> dict[str, Any]:
                 inner = jax.tree_util.keystr(path, simple=True, separator="/")
                 out[f"{name}/{inner}"] = unbox(leaf)
     return out
-
-
-class _Roles(dict):
-    """What a module's attribute may be, by its class: "param", "tracer", "leaf", which holds
-    no modules, or "node", which may. A dict, because tracing a model asks for every attribute
-    of every module, and to ask for a class by `isinstance` is slow for Flax's."""
-
-    def __missing__(self, kind: type) -> str:
-        self[kind] = "node"
-        leaves = (nnx.Variable, jax.Array, np.dtype, str, int, float, type, type(None))
-        if issubclass(kind, (*leaves, types.FunctionType)):
-            self[kind] = "leaf"
-        if issubclass(kind, nnx.Param):
-            self[kind] = "param"
-        if issubclass(kind, jax.core.Tracer):
-            self[kind] = "tracer"
-        return self[kind]
-
-
-_roles = _Roles()
-
-
-def _is_traced_param(x: jax.core.Tracer) -> bool:
-    return type(x.aval) is not jax.core.ShapedArray and isinstance(x, nnx.Param)
 
 
 def all_params(model: Any) -> list[tuple[tuple, Any]]:
@@ -199,7 +185,7 @@ def modules_in(model: nnx.Module) -> Iterator[nnx.Module]:
         waiting += [
             value
             for name, value in vars(node).items()
-            if _roles[type(value)] == "node" and not name.startswith("_pytree__")
+            if _sorts[type(value)] == "node" and not name.startswith("_pytree__")
         ]
 
 
@@ -248,24 +234,16 @@ def _names(names: Any, shape: tuple[int, ...], axes: Any, was: tuple[int, ...]) 
     """Returns names for an array of `shape`. An axis that shrank to 1 cannot be sharded."""
     if callable(axes):
         return axes(names)
+    is_spec = isinstance(names, jax.sharding.PartitionSpec)
     if axes is not None:
         known = dict(enumerate(names))  # there may be fewer names than axes
-        chosen = tuple(known.get(a) for a in axes)
-        names = (
-            jax.sharding.PartitionSpec(*chosen)
-            if isinstance(names, jax.sharding.PartitionSpec)
-            else chosen
-        )
+        names = tuple(known.get(a) for a in axes)
     before = was if axes is None else [dict(enumerate(was)).get(a) for a in axes]
     before = (*before, *[None] * (len(shape) - len(before)))
     kept = tuple(
         None if n == 1 and b != 1 else name for n, b, name in zip(shape, before, names)
     )
-    return (
-        jax.sharding.PartitionSpec(*kept)
-        if isinstance(names, jax.sharding.PartitionSpec)
-        else kept
-    )
+    return jax.sharding.PartitionSpec(*kept) if is_spec else kept
 
 
 def variable(module: Any, collection: str, name: str, init: Callable[[], Any]) -> Any:
@@ -383,16 +361,6 @@ def set_on_all(model: nnx.Module, **attributes: Any) -> None:
         for name, value in attributes.items():
             if value is not None or name in vars(module):  # the class has None already
                 _set_data(module, name, value)
-
-
-def add_statistics(model: nnx.Module, after: nnx.Module) -> None:
-    """Adds the statistics that `after`, the model after an abstract run, has, at zero."""
-    modules = dict(nnx.iter_modules(after))
-    for path, module in list(nnx.iter_modules(model)):
-        for name, var in vars(modules[path]).items():
-            if isinstance(var, QuantStat) and not hasattr(module, name):
-                zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), read(var))
-                setattr(module, name, QuantStat(zeros))
 
 
 def _set_data(module: nnx.Module, name: str, value: Any) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-from midtread.model import intercept, origins, running
-from midtread.model.provider import QuantizationProvider
+from midtread.model import intercept, running
+from midtread.model.provider import QuantizationProvider, check_provider
 from midtread.numerics.qarray import QArray
 from midtread.ops import witness
 from midtread.ops.context import here
@@ -70,8 +70,7 @@ def quantize_function(
         ValueError: A rule needs state that a function does not keep.
         TypeError: A function or a provider that is none.
     """
-    if not isinstance(provider, QuantizationProvider):
-        raise TypeError(f"provider should be a QuantizationProvider, not {provider!r}.")
+    check_provider(provider, "mt.quantize_function(fn, {})")
     if not callable(fn):
         raise TypeError(f"fn should be a function, not {fn!r}.")
 
@@ -137,8 +136,7 @@ class Scope:
 
 
 def _weights(params: Any) -> dict[str, Any]:
-    """Returns {path: leaf}, and beside every leaf what it was before differentiation, and the
-    shape of one layer if it may be a stack of layers."""
+    """Returns {path: leaf}, and beside a leaf that may be a stack of layers the shape of one."""
     is_quantized = lambda x: isinstance(x, QArray)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     weights = {}
@@ -147,8 +145,6 @@ def _weights(params: Any) -> dict[str, Any]:
         if not hasattr(leaf, "shape") or is_quantized(leaf):
             continue
         weights[name] = leaf
-        for depth, inner in enumerate(origins.ancestors(leaf)):
-            weights[f"{name}~{depth}"] = inner
         if len(leaf.shape) > 2:
             weights[f"{name}[i]"] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return weights

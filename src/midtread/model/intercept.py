@@ -104,16 +104,30 @@ def _cast(name: str, args: tuple, kwargs: dict) -> Any:
     """Casts as JAX's or Flax's function `name` does, and notes what was cast."""
     # jnp.asarray may be given its array by name.
     sources = args[0] if name == "promote_dtype_nnx" else args or (kwargs.get("a"),)
-    if any(map(is_boxed, sources)):
+    if name in _PROMOTIONS:
+        floats = [None if is_boxed(x) else x for x in sources]
+        if share_a_dtype(floats, **kwargs):
+            return _PROMOTIONS[name](sources)
+        if any(map(is_boxed, sources)):
+            return _PROMOTIONS[name](_beside_boxes(name, sources, floats, kwargs))
+    elif any(map(is_boxed, sources)):
         return noted(_originals[name](*args, **kwargs), sources)
-    if name in _PROMOTIONS and share_a_dtype(sources, **kwargs):
-        return _PROMOTIONS[name](sources)
     here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
     try:
         out = _originals[name](*args, **kwargs)
     finally:
         here.closed -= 1
     return noted(out, sources)
+
+
+def _beside_boxes(name: str, sources: Sequence, floats: list, kwargs: dict) -> list:
+    """Promotes the arrays that a layer has beside boxes, which stay as they are; a box alone, a
+    table to be looked up, gets the dtype that is asked for."""
+    if len(sources) == 1:
+        dtype = kwargs.get("dtype")
+        return [x if dtype is None else x.astype(dtype) for x in sources]
+    plain = _cast(name, (floats,) if name == "promote_dtype_nnx" else floats, kwargs)
+    return [p if x is f else x for x, f, p in zip(sources, floats, plain)]
 
 
 def share_a_dtype(arrays: Sequence[Any], dtype: Any = None, **options: Any) -> bool:
@@ -159,8 +173,7 @@ def install() -> None:
         _catch_operators(concrete)
         _catch_operators(tracers)
         pl.pallas_call = _opaque(pl.pallas_call)
-        if hasattr(pl, "kernel"):
-            pl.kernel = _opaque(pl.kernel)
+        pl.kernel = _opaque(pl.kernel)
         _originals.update(originals)
         _catch_refusals()
 
@@ -268,15 +281,10 @@ def _guarded_code(*args, _midtread, **kwargs):
 
 
 def _without_jit(jitted: Any) -> Callable:
-    name = jitted.__name__
-
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
-        if not running.any_enabled():
-            return jitted(*args, **kwargs)
-        if OPS[name].numbers and any(map(is_boxed, args)):
-            return spellings.multiply_boxes(name, args, kwargs)
-        return jitted.__wrapped__(*args, **kwargs)
+        run = jitted.__wrapped__ if running.any_enabled() else jitted
+        return run(*args, **kwargs)
 
     return with_methods_of(jitted, wrapper)
 

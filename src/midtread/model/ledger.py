@@ -7,7 +7,6 @@ the numbers; `Ledger` finds the marks in the jaxpr. See model/explain.py.
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,14 @@ from midtread.model.chosen import Kernel, kernels_of
 from midtread.model.coverage import Coverage, Param, Row, dtype_text
 from midtread.model.moves import trail
 from midtread.model.rules import recipe_of
-from midtread.model.weights import ADAPTERS, find_param, find_part, origin_is_hidden
+from midtread.model.weights import (
+    ADAPTERS,
+    codes_among,
+    codes_in,
+    find_param,
+    find_part,
+    origin_is_hidden,
+)
 from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.recipe import Recipe
@@ -112,8 +118,8 @@ def _weight_of(x: Any, known: dict[int, str]) -> str | None:
     x = x.array if isinstance(x, WithAux) else x
     if not isinstance(x, QArray):
         name = _float_weight_of(module, x) if hasattr(x, "dtype") else None
-        return name and re.sub(r"(~\d+|\[i\])$", "", name)
-    own = _codes_in(module)
+        return name and name.removesuffix("[i]")
+    own = codes_in(module)
     near = {id(intercept.unwrap(q.qvalue)): name for name, q in own.items()}
     last = x.qvalue
     for last, _ in trail(x.qvalue):
@@ -141,12 +147,6 @@ def _float_weight_of(module: Any, x: Any) -> str | None:
     return name if owner is module else f"{flaxlib.path_of(owner)}/{name}"
 
 
-def _codes_in(module: Any) -> dict[str, QArray]:
-    """Returns {name: codes} of the quantized parameters of a module."""
-    boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
-    return _codes({**flaxlib.params_of(module), **boxes})
-
-
 def _codes_of_model() -> list[tuple[str, QArray]]:
     """Returns (path, codes) of every quantized parameter of the model that runs."""
     model = running.here.active[0].model if running.here.active else None
@@ -154,20 +154,14 @@ def _codes_of_model() -> list[tuple[str, QArray]]:
         params = flax.core.unfreeze(model.variables.get("params", {}))
         is_leaf = lambda _, value: isinstance(value, WithAux)
         flat = flax.traverse_util.flatten_dict(params, sep="/", is_leaf=is_leaf)
-        return list(_codes(flat).items())
+        return list(codes_among(flat).items())
     if not isinstance(model, nnx.Module):
         return []
     return [
         ("/".join(map(str, (*path, name))), q)
         for path, module in nnx.iter_modules(model)
-        for name, q in _codes_in(module).items()
+        for name, q in codes_in(module).items()
     ]
-
-
-def _codes(params: dict[str, Any]) -> dict[str, QArray]:
-    opened = {name: flaxlib.unbox(param) for name, param in params.items()}
-    arrays = {k: v.array if isinstance(v, WithAux) else v for k, v in opened.items()}
-    return {name: q for name, q in arrays.items() if isinstance(q, QArray)}
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -321,7 +315,7 @@ class Ledger:
         short = lambda side: sides[side][1].text.split("/")[0]
         of_rows = short(act) if operand.quantized else measured.FLOAT
         (name,) = self.on
-        device = environment.DEVICES[name] if name else environment.here().device
+        device = environment.device_named(name) if name else environment.here().device
         return measured.compare(device.kind, short(weight), of_rows, rows)
 
     def _rule(self, op: _Op | None) -> Any:

@@ -5,10 +5,12 @@ elements anew, or negate them, can be done to codes and scales just as well, and
 parameter is stored in codes though `f` stands before the matmul:
 
     trail(x)               what x was made from, each with the moves that lead from it to x
+    ancestors(x)           those of them that have x's elements: cast, reshaped or transposed
     stored(spec, ...)      the parameter's shape and Spec, for a Spec of the operand
     follow(q, moves)       the moves, of codes and scales
 
-Three things stop a parameter from being stored so: a move that is none of ACTS; a slice
+What made an array is recorded by jit, or outside of jit by eager.py, and is read with
+`intercept.made_by`. Three things stop a parameter from being stored so: a move that is none of ACTS; a slice
 that cuts a tile; a reshape that tears scales apart. `trail` ends at the first, and the
 others are told by None. An axis from which one index is taken, a stack of layers say, has a
 scale for each index.
@@ -23,12 +25,19 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from midtread.model import intercept, origins
+from midtread.model import intercept
 from midtread.model.intercept import Equation
 from midtread.numerics import views
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.numerics.spec import Spec
+
+# Primitives whose result is their operand: cast, reshaped, or laid out otherwise.
+PLAIN = (
+    "convert_element_type", "reshape", "copy", "name", "stop_gradient",
+    "optimization_barrier", "sharding_constraint", "device_put",
+    "reshard", "mesh_cast", "pvary", "pcast",
+)  # fmt: skip
 
 
 class Move(NamedTuple):
@@ -54,14 +63,16 @@ class Axis(NamedTuple):
 
 
 def trail(x: Any) -> Iterator[tuple[Any, list[Move]]]:
-    """(ancestor, moves from it to x), x itself first, as far back as codes can follow."""
+    """Yields (ancestor, moves from it to x), x itself first, as far back as codes can follow."""
     moves: list[Move] = []
     while x is not None:
-        for outer in intercept.mapped(x):  # what vmap takes one of
+        inner = intercept.unwrap(x)
+        for outer in intercept.mapped(x) if inner is not x else ():
+            # vmap takes one of many
             sizes = {"dimensions": (outer.batch_dim,)}
             before = tuple(outer.val.shape)
             moves = [Move("vmap", sizes, 0, before, tuple(outer.shape)), *moves]
-        x = intercept.unwrap(x)
+        x = inner
         yield x, moves
         equation = intercept.made_by(x)
         step = None if equation is None else _moves(equation, tuple(x.shape))
@@ -71,12 +82,31 @@ def trail(x: Any) -> Iterator[tuple[Any, list[Move]]]:
         moves = [*more, *moves]
 
 
+def ancestors(x: Any) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+    """Yields `x`, and what it was made from by casts, reshapes, transposes and sharding
+    constraints: the result holds the same values, so that rules for the one are rules for the
+    other. Each comes with axes: axis i of `x` is axis axes[i] of what the layer reshaped the
+    ancestor to, if it did; axes are None where transposes and reshapes mix."""
+    same = tuple(range(getattr(x, "ndim", 0)))
+    for array, moves in trail(x):
+        axes, is_reshaped = same, False
+        for move in reversed(moves):
+            if move.name == "transpose":
+                order = move.params["permutation"]
+                axes = None if is_reshaped else axes and tuple(order[a] for a in axes)
+            elif move.name not in (*PLAIN, "vmap") or not _keeps_values(move):
+                return
+            elif move.name != "vmap" and move.before != move.after:
+                is_reshaped = True
+        yield array, axes
+
+
 def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
-    """The moves to `x` as a module sees them whose parameter has an axis that vmap hides;
-    None where the moves are of that axis too."""
+    """Returns the moves to `x` as a module sees them whose parameter has an axis that vmap
+    hides; None where the moves are of that axis too."""
     if not list(intercept.mapped(param)):
         return moves
-    if not all(move.name in (*origins.MOVES, "vmap") for move in moves):
+    if not all(move.name in (*PLAIN, "vmap") for move in moves):
         return None
     if param.shape == x.shape:
         return []
@@ -84,12 +114,14 @@ def as_seen(param: Any, x: Any, moves: list[Move]) -> list[Move] | None:
 
 
 def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any] | None:
-    """(the moves of an equation, what it moves); None of one that computes something."""
+    """Returns (the moves of an equation, what it moves); None for one that computes something."""
     if equation.primitive in ("jit", "pjit"):
         return _moves_inside(equation)
     if equation.primitive not in ACTS:
         return None
     operand, *starts = equation.operands
+    if equation.primitive in PLAIN and starts:  # of several arrays, each is a result
+        operand, starts = equation.operands[equation.index], []
     array = getattr(operand, "aval", operand)  # of a variable inside a jit
     if not hasattr(array, "shape"):
         return None
@@ -106,7 +138,7 @@ def _moves(equation: Equation, after: tuple[int, ...]) -> tuple[list[Move], Any]
 
 
 def _moves_inside(call: Equation) -> tuple[list[Move], Any] | None:
-    """The moves of a jitted function, from its result back to the argument it moves."""
+    """Returns what `_moves` does, of a jitted function: from its result back to an argument."""
     closed, moves = call.params["jaxpr"], []
     jaxpr = closed.jaxpr
     var = jaxpr.outvars[call.index]
@@ -125,7 +157,7 @@ def _moves_inside(call: Equation) -> tuple[list[Move], Any] | None:
 
 
 def _with_starts(move: Move, closed: Any, operands: list) -> Move:
-    """A dynamic_slice inside a jit, with the values of its starts outside of it."""
+    """Gives a dynamic_slice inside a jit the values that its starts have outside of it."""
     if move.starts is None or any(not hasattr(x, "shape") for x in operands):
         return move._replace(starts=None)
     fn = jax.extend.core.jaxpr_as_fun(
@@ -140,11 +172,11 @@ def _with_starts(move: Move, closed: Any, operands: list) -> Move:
 def stored(
     spec: Spec, shape: Sequence[int], moves: list[Move]
 ) -> tuple[tuple[int, ...], Spec, list[Move]] | None:
-    """(the shape to store a parameter of `shape` in, its Spec, the moves from there), for
-    `spec` of the operand that the moves make of it. None where codes cannot follow."""
+    """Returns (the shape to store a parameter of `shape` in, its Spec, the moves from there), for
+    `spec` of the operand that the moves make of it; None where codes cannot follow."""
     first = next((i for i, m in enumerate(moves) if not _regroups(m)), len(moves))
     regrouped = [m for m in moves[:first] if m.after != m.before]
-    if any(_cast_axes([], move) is None for move in moves[:first]):
+    if not all(map(_keeps_values, moves[:first])):
         return None
     if regrouped and not views.is_regrouped(shape, regrouped[-1].after):
         return None
@@ -176,12 +208,13 @@ def stored(
 
 
 def _regroups(move: Move) -> bool:
-    """A cast or a reshape: what stands before all else, the parameter is stored after."""
-    return move.name in origins.MOVES
+    """Whether it is a cast or a reshape. If it is done before all else, the parameter is stored
+    in the shape that comes of it."""
+    return move.name in PLAIN
 
 
 def _tile(tile: Any, axis: Axis, extent: int) -> Any:
-    """The tile of the parameter's axis, None where the operand's would be cut."""
+    """Returns the tile of the parameter's axis, None where the operand's would be cut."""
     if axis.grain == 0 and axis.repeats == 1:
         return tile
     if isinstance(tile, float) or tile % axis.repeats:
@@ -195,7 +228,7 @@ def _tile(tile: Any, axis: Axis, extent: int) -> Any:
 
 
 def follow(q: QArray, moves: list[Move]) -> QArray | None:
-    """The moves, of codes and scales; None where these cannot follow."""
+    """Does the moves to codes and scales; returns None where these cannot follow."""
     for move, after in zip(moves, [*moves[1:], None]):
         if move.name == "reshape" and after is not None and after.name == "reshape":
             continue  # only what comes of both counts
@@ -216,8 +249,13 @@ def _same(axes: list[Axis], _: Move) -> list[Axis]:
     return axes
 
 
+def _keeps_values(move: Move) -> bool:
+    """Whether it is no cast that rounds: what comes of that is a function of its operand."""
+    return is_wide(move.params.get("new_dtype", jnp.float32))
+
+
 def _cast_axes(axes: list[Axis], move: Move) -> list[Axis] | None:
-    return axes if is_wide(move.params.get("new_dtype", jnp.float32)) else None
+    return axes if _keeps_values(move) else None
 
 
 def _cast(q: QArray, move: Move) -> QArray | None:
@@ -318,19 +356,15 @@ def _whole(span: slice, extent: int) -> slice:
 
 
 def _slices(move: Move) -> list[slice]:
-    """The static slices that a move takes, one of each axis."""
+    """Returns the static slices that a slice or a split takes, one of each axis."""
     params = move.params
     if move.name == "slice":
         steps = params["strides"] or (1,) * len(move.before)
         return list(map(slice, params["start_indices"], params["limit_indices"], steps))
     spans = [slice(0, n, 1) for n in move.before]
-    axis = params["axis"]
-    if move.name == "unstack":
-        spans[axis] = slice(move.index, move.index + 1, 1)
-    else:
-        sizes = [int(n) for n in params["sizes"]]
-        start = sum(sizes[: move.index])
-        spans[axis] = slice(start, start + sizes[move.index], 1)
+    sizes = [int(n) for n in params["sizes"]]
+    start = sum(sizes[: move.index])
+    spans[params["axis"]] = slice(start, start + sizes[move.index], 1)
     return spans
 
 
@@ -398,7 +432,7 @@ class Act(NamedTuple):
 
 
 ACTS = {
-    **dict.fromkeys(origins.MOVES, Act(_cast_axes, _cast)),
+    **dict.fromkeys(PLAIN, Act(_cast_axes, _cast)),
     "reshape": Act(_reshaped_axes, _reshaped),
     "transpose": Act(_turned_axes, _turned),
     "squeeze": Act(_squeezed_axes, _squeezed),

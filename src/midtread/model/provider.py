@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
 from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.moves import Move
@@ -158,11 +159,24 @@ class QuantizationProvider:
         return {**methods, path("current_rule"): self._rule_for}
 
     def prepare_nnx(self, model: Any, method: str, inputs, kwargs, rngs: Any) -> None:
-        """Adds to an NNX model what its first run would: the statistics, at zero."""
+        """Adds to an NNX model what its first run would, as it is before that run."""
         from midtread.model.quantize import abstract_call  # which imports this file
 
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        flaxlib.add_statistics(model, abstract_call(model, method, inputs, kwargs))
+        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        for path, module in list(nnx.iter_modules(model)):
+            for name, value in vars(after[path]).items():
+                first = None if hasattr(module, name) else self.before_first(value)
+                if first is not None:
+                    setattr(module, name, first)
+
+    def before_first(self, value: Any) -> Any:
+        """Returns what an attribute that a first run added is before it, from its shapes; None
+        for what is not the provider's. Here these are the statistics, at zero."""
+        if not isinstance(value, flaxlib.QuantStat):
+            return None
+        zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+        return flaxlib.QuantStat(jax.tree.map(zeros, flaxlib.read(value)))
 
     def surroundings(self) -> contextlib.AbstractContextManager:
         """Returns a context that is entered around every call of the model."""
@@ -359,6 +373,17 @@ class QuantizationProvider:
                 "`get_unused_rules`, and for a Linen model its init or apply."
             )
         return [r for r, count in zip(self._rules, self._rule_matches) if not count]
+
+
+def check_provider(provider: Any, call: str) -> None:
+    """Refuses what is no provider, where a function takes one, as `call` shows."""
+    if not isinstance(provider, QuantizationProvider):
+        is_class = isinstance(provider, type)
+        name = (provider if is_class else type(provider)).__name__
+        raise TypeError(
+            f"provider should be a QuantizationProvider, not {'the class' if is_class else 'a'} "
+            f"{name}: write {call.format('mt.PtqProvider(rules)')}, or mt.QtProvider(rules)."
+        )
 
 
 def like_by_rules(provider: QuantizationProvider, cls: type) -> Any:

@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.model import adopt, donation, guards
-from midtread.model.provider import QuantizationProvider
+from midtread.model.provider import QuantizationProvider, check_provider
 
 
 def quantize_model(
@@ -56,16 +56,7 @@ def quantize_model(
         ValueError: Inputs for a Linen model, or none for an NNX model; under a provider
             with strict=True, a rule that matched nothing.
     """
-    if not isinstance(provider, QuantizationProvider):
-        given = (
-            f"the class {provider.__name__}"
-            if isinstance(provider, type)
-            else f"a {type(provider).__name__}"
-        )
-        raise TypeError(
-            f"provider should be a QuantizationProvider, not {given}: write "
-            "mt.quantize_model(model, mt.PtqProvider(rules), ...), or mt.QtProvider(rules)."
-        )
+    check_provider(provider, "mt.quantize_model(model, {}, ...)")
     methods = (methods,) if isinstance(methods, str) else methods
     guards.install()
     if isinstance(model, nn.Module):

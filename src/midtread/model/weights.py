@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from midtread.model import flaxlib, intercept, origins, running
-from midtread.model.moves import Move, trail
-from midtread.numerics.qarray import is_float
+from midtread.model import flaxlib, intercept, running
+from midtread.model.boxes import WithAux
+from midtread.model.moves import Move, ancestors, trail
+from midtread.numerics.qarray import QArray, is_float
 
 # what makes an activation, whatever it multiplies
 PRODUCTS = (
@@ -37,7 +38,7 @@ def find_param(module: Any, x: Any) -> str | None:
         return None
     by_id = {id(array): name for name, array in arrays.items()}
     last = x
-    for last in origins.ancestors(flaxlib.unbox(x)):
+    for last, _ in ancestors(flaxlib.unbox(x)):
         name = by_id.get(id(last))
         if name is not None and hasattr(params[name], "shape"):
             return name
@@ -167,7 +168,7 @@ def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
     """Returns axes, for an operand that is the parameter `name`: the operand's axis i is the
     parameter's axes[i]. None means that this is not known (a reshape of a transpose)."""
     param = intercept.unwrap(flaxlib.params_of(module)[name])
-    for ancestor, axes in origins.turned_ancestors(flaxlib.unbox(x)):
+    for ancestor, axes in ancestors(flaxlib.unbox(x)):
         if ancestor is param:
             return axes
     return tuple(range(x.ndim))  # it was taken for the parameter because of its shape
@@ -175,6 +176,19 @@ def turn_of(module: Any, name: str, x: Any) -> tuple[int, ...] | None:
 
 def _is_plain(name: str, param: Any) -> bool:
     return not getattr(param, "is_boxed", False) and not name.endswith(ADAPTERS)
+
+
+def codes_in(module: Any) -> dict[str, QArray]:
+    """Returns {name: codes} of the quantized parameters of a module."""
+    boxes = {k: v for k, v in vars(module).items() if isinstance(v, WithAux)}  # NNX
+    return codes_among({**flaxlib.params_of(module), **boxes})
+
+
+def codes_among(params: Mapping[str, Any]) -> dict[str, QArray]:
+    """Returns {name: codes} of those parameters that are quantized."""
+    opened = {name: flaxlib.unbox(param) for name, param in params.items()}
+    arrays = {k: v.array if isinstance(v, WithAux) else v for k, v in opened.items()}
+    return {name: q for name, q in arrays.items() if isinstance(q, QArray)}
 
 
 def origin_is_hidden(x: Any, params: Mapping[str, Any]) -> bool:
@@ -189,5 +203,5 @@ def is_argument(module: Any, weight: Any) -> bool:
     """Whether a weight of a module, in codes or not, came into a jit inside the model as an
     argument: what else of the module is read there, the jit's trace would keep."""
     array = flaxlib.unbox(getattr(weight, "array", weight))
-    *_, first = origins.ancestors(getattr(array, "qvalue", array))
+    *_, (first, _) = ancestors(getattr(array, "qvalue", array))
     return origin_is_hidden(first, flaxlib.params_of(module))

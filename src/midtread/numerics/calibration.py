@@ -10,14 +10,14 @@ for any other. Values beyond the window saturate.
     percentile,p      the p-th percentile of |x|
     mse[,n]           the window with the least squared rounding error of n (32) tried
     fixed,a           [-a, a]; fixed,lo,hi for any window holding 0. Always per tensor
-    delayed[,m]       max of earlier steps' |x|, handed in (`AmaxHistory`), times 2^m
+    delayed[,m]       max of earlier steps' |x|, which the caller hands in, times 2^m
 
 A NaN makes the range NaN, and so the scale, and so every element that shares that scale: it
 cannot be lost on the way. (A `fixed` or a static range does not come from the data: there a
 NaN becomes code 0, or NaN in a format that has one.)
 
-Ranges can also come from statistics gathered over many batches: a `Statistic` for static
-ranges, `AmaxHistory` for delayed scaling. Both are pure: state in, state out.
+Static ranges come from statistics gathered over many batches. A `Statistic` is pure: state in,
+state out.
 
     mean              the mean of all ranges      Qwix's; clips about half of the batches
     max               the widest                  clips nothing that was seen
@@ -401,27 +401,3 @@ def _check_same_parts(state: Mapping[str, jax.Array], seen: Range) -> None:
             f"the statistics are of {sorted(gathered)}, and the range has {sorted(seen)}: they "
             "were gathered with another calibration. Gather them anew, or use that one."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class AmaxHistory:
-    """Delayed scaling: the largest |x| of the last `length` steps sets the next scale.
-
-    State is a float32 vector. As in Flax, the newest is in slot 0 and pushes out slot 1, the
-    oldest. A history of zeros means that nothing was seen.
-    """
-
-    length: int = 1024
-
-    def init(self) -> jax.Array:
-        return jnp.zeros((self.length,), jnp.float32)
-
-    def update(self, state: jax.Array, amax: jax.Array) -> jax.Array:
-        return jnp.roll(state, -1).at[0].set(amax.astype(jnp.float32).reshape(()))
-
-    def range(
-        self, state: jax.Array, ndim: int, default: jax.Array | float = 1.0
-    ) -> dict:
-        amax = jnp.max(state)
-        usable = (amax > 0) & jnp.isfinite(amax)
-        return {"absmax": jnp.where(usable, amax, default).reshape((1,) * ndim)}

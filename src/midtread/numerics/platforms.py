@@ -1,6 +1,7 @@
-"""Platforms: what kind of device a computation is being traced for."""
+"""Platforms: what kind of device a computation is being traced for, and how arrays lie there."""
 
 import jax
+from jax.sharding import AxisType
 
 # The platform of a device that is not there and is only pretended
 # (kernels/environment.py). It is part of jit's cache key.
@@ -15,3 +16,13 @@ def platform() -> str:
     if device is not None:
         return device if isinstance(device, str) else device.platform
     return jax.default_backend()
+
+
+def is_explicit(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array is laid out over mesh axes that are part of its type."""
+    for x in arrays:
+        if isinstance(x, jax.ShapeDtypeStruct):  # a shape has no layout
+            continue
+        if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+            return True
+    return False

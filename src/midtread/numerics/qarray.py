@@ -27,11 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from midtread.numerics import formats, hadamard, rounding, views
 from midtread.numerics.calibration import Range, fixed_range, largest, measure
 from midtread.numerics.dtypes import is_wide, wide_dtype
+from midtread.numerics.platforms import is_explicit
 from midtread.numerics.scales import Scales, compute_scales
 from midtread.numerics.spec import Spec
 
@@ -344,11 +344,9 @@ def calibrate(x: jax.Array, spec: Spec) -> dict[str, jax.Array]:
 
 def _check_shards(x: jax.Array, counts: tuple[int, ...]) -> None:
     """Refuses tiles that straddle shards, where shardings are part of the type."""
-    if not isinstance(x, jax.Array):  # NumPy's, or an nnx.Variable
+    if not isinstance(x, jax.Array) or not is_explicit(x):  # NumPy's, or a Variable
         return
     sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in getattr(sharding.mesh, "axis_types", ()):
-        return
     for axis, names in enumerate(sharding.spec):
         names = (names,) if isinstance(names, str) else names or ()
         shards = math.prod(sharding.mesh.shape[name] for name in names)
@@ -386,7 +384,7 @@ def _least_squares_window(
 
 
 def quantize_to_range(
-    x: jax.Array, spec: Spec, range_: Range, key=None, site=(), origin=None
+    x: jax.Array, spec: Spec, range_: Range, key=None, site=()
 ) -> QArray:
     """Quantizes with a range that is known: static, delayed, or `calibrate`'s."""
     _check_input(x)
@@ -395,7 +393,7 @@ def quantize_to_range(
     logical = None
     if padded != x.shape:
         logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
-    noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
+    noise = rounding.make_noise(spec.rounding, key, site, noise_axes=spec.noise_axes)
     q = quantize_to_scale(
         views.pad_to(x, padded), spec.format, scales.scale, scales.zero_point,
         spec.rounding, noise,
@@ -456,11 +454,9 @@ def store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
     return q.astype(spec.scale_dtype)
 
 
-def quantize_by_spec(
-    x: jax.Array, spec: Spec, key=None, site=(), origin=None
-) -> QArray:
+def quantize_by_spec(x: jax.Array, spec: Spec, key=None, site=()) -> QArray:
     """Calibrates, then quantizes."""
-    return quantize_to_range(x, spec, calibrate(x, spec), key, site, origin)
+    return quantize_to_range(x, spec, calibrate(x, spec), key, site)
 
 
 def quantize(

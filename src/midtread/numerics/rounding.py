@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from midtread.numerics.formats import Format, dtype_bits
-from midtread.numerics.platforms import platform
+from midtread.numerics.platforms import is_explicit, platform
 
 ROUNDINGS = ("nearest", "stochastic", "uniform", "low_bit_uniform")
 
@@ -89,9 +88,7 @@ def unpacked(codes: jax.Array) -> jax.Array:
         or not codes.ndim
     ):
         return codes
-    mesh = jax.typeof(codes).sharding.mesh
-    is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
-    if not isinstance(size, int) or not size or is_explicit:  # or symbolic
+    if not isinstance(size, int) or not size or is_explicit(codes):  # or symbolic
         return codes
     if bits != 2 and (bits != 4 or codes.shape[-1] % 8 == 0):
         return codes

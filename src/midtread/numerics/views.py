@@ -88,6 +88,22 @@ def crop_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x[tuple(slice(n) for n in shape)]
 
 
+def lay_over(x: jax.Array, labels: Sequence[str], out: Sequence[str]) -> jax.Array:
+    """Arranges `x`, whose axes have these labels, so that it broadcasts over axes `out`.
+
+    >>> lay_over(jnp.ones((2, 1, 3)), "akb", "bca").shape
+    (3, 1, 2)
+    """
+    extent = dict(zip(labels, x.shape))
+    assert all(n == 1 or label in out for label, n in extent.items()), (labels, x, out)
+    shape = [extent.get(label, 1) for label in out]
+    wide = [out.index(label) for label, n in extent.items() if n != 1]
+    if wide == sorted(wide):  # inside a kernel not every transpose is possible
+        return x.reshape(shape)
+    position = lambda axis: out.index(labels[axis]) if labels[axis] in out else -1
+    return x.transpose(sorted(range(x.ndim), key=position)).reshape(shape)
+
+
 def tiled_axes(q: "QArray") -> dict[int, int]:
     """Returns {axis: tile} of the axes where some neighbours share a scale, but not all.
 

@@ -367,8 +367,4 @@ def learn(
         ValueError: When an op runs: the recipe is random and no key was given, or it
             tiles an axis that the op cannot tile.
     """
-    return Ops(functools.partial(_train, recipe, ranges, key, site))
-
-
-def _train(recipe, ranges, key, site, c, lhs, rhs):
-    return train(c, recipe, lhs, rhs, ranges, key, site)
+    return Ops(lambda c, lhs, rhs: train(c, recipe, lhs, rhs, ranges, key, site))

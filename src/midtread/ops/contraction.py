@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from midtread.numerics import views
 from midtread.numerics.spec import Spec, place_tile
 
 Labels = tuple[str, ...]
@@ -156,7 +157,7 @@ class Contraction:
 
     def lay(self, part: jax.Array, side: str, over: Labels) -> jax.Array:
         """Lays a part of one operand over axes with these labels."""
-        return lay_over(part, self.labels(side), over)
+        return views.lay_over(part, self.labels(side), over)
 
     def ones(self, operand: jax.Array, side: str) -> jax.Array:
         """Returns as few ones as it takes, in place of `operand`, to sum the other operand."""
@@ -166,10 +167,25 @@ class Contraction:
         return jnp.ones(shape, operand.dtype)
 
     def transposed(
-        self, lhs: Labels, rhs: Labels, out: Labels, tiled: str | None, **fields
+        self, lhs: Labels, rhs: Labels, out: Labels, alone: Sequence[str], **fields
     ):
+        """Returns a gradient of this contraction, with these labels. `alone` are those that it
+        sums and that one operand alone has here; tiles lie along the last of them."""
+        tiled = alone[-1] if alone else None
         fields = {"stuck": self.stuck, "precision": self.precision, **fields}
         return type(self)(lhs, rhs, out, (tiled, tiled), **fields)
+
+    @property
+    def dlhs(self) -> "Contraction":
+        """The contraction of g with rhs that gives the gradient of lhs."""
+        alone = [x for x in self.rhs if x in self.out and x not in self.lhs]
+        return self.transposed(self.out, self.rhs, self.lhs, alone)
+
+    @property
+    def drhs(self) -> "Contraction":
+        """The contraction of lhs with g that gives the gradient of rhs."""
+        alone = [x for x in self.lhs if x in self.out and x not in self.rhs]
+        return self.transposed(self.lhs, self.out, self.rhs, alone)
 
     def run(
         self, lhs: jax.Array, rhs: jax.Array, accumulate: Any = None, by: Any = lax
@@ -198,22 +214,6 @@ def _summed(lhs: Labels, rhs: Labels, out: Labels, stuck: frozenset) -> Labels:
 @functools.lru_cache(maxsize=4096)
 def _kept(labels: Labels, out: Labels, stuck: frozenset) -> Labels:
     return tuple(x for x in labels if x in out and x not in stuck)
-
-
-def lay_over(part: jax.Array, labels: Labels, out: Labels) -> jax.Array:
-    """Transposes `part`, whose axes are `labels`, so that it broadcasts over `out`."""
-    extent = dict(zip(labels, part.shape))
-    assert all(n == 1 or x in out for x, n in extent.items()), (labels, part.shape, out)
-    shape = [extent.get(x, 1) for x in out]
-    positions = [out.index(x) for x, n in extent.items() if n != 1]
-    if positions == sorted(
-        positions
-    ):  # inside a kernel not every transpose is possible
-        return part.reshape(shape)
-    order = sorted(
-        range(part.ndim), key=lambda a: out.index(labels[a]) if labels[a] in out else -1
-    )
-    return part.transpose(order).reshape(shape)
 
 
 @functools.partial(
@@ -262,16 +262,6 @@ class Dot(Contraction):
         if self.out_sharding is None:
             return out
         return lax.reshape(out, out.shape, out_sharding=self.out_sharding)
-
-    @property
-    def dlhs(self) -> "Dot":
-        last = [x for x in self.rhs if x in self.out and x not in self.lhs]
-        return self.transposed(self.out, self.rhs, self.lhs, last[-1] if last else None)
-
-    @property
-    def drhs(self) -> "Dot":
-        last = [x for x in self.lhs if x in self.out and x not in self.rhs]
-        return self.transposed(self.lhs, self.out, self.rhs, last[-1] if last else None)
 
 
 def dot(dimension_numbers, lhs_ndim: int, rhs_ndim: int, **options) -> Dot:

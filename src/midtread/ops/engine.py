@@ -160,16 +160,13 @@ def turned_inputs(
             theirs = hadamard.turn(theirs, signs)
         if mine.pre_scale is not None:
             factors = _over_inputs(c, mine, "pre_scale", side, other)
-            factors = _cropped(factors, theirs.shape).astype(theirs.dtype)
+            shape = [min(n, m) for n, m in zip(factors.shape, theirs.shape)]
+            factors = views.crop_to(factors, shape)  # there may be some of padding
+            factors = factors.astype(theirs.dtype)
             theirs = views.broadcast_with(jnp.multiply, theirs, factors)
         mine = mine.replace(pre_scale=None, pre_rotation=None)
         lhs, rhs = (mine, theirs) if side == "lhs" else (theirs, mine)
     return lhs, rhs
-
-
-def _cropped(factors: jax.Array, shape) -> jax.Array:
-    """Factors of the inputs that there are, without those of padding."""
-    return views.crop_to(factors, [min(n, m) for n, m in zip(factors.shape, shape)])
 
 
 def _over_inputs(c, mine: QArray, name: str, side, other):
@@ -222,15 +219,29 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
     """Returns {summed label: number of tiles} to visit, or None if codes cannot be multiplied."""
     if not is_code(lhs) or not is_code(rhs):
         return None
-    counts, extents = {}, {}
+    counts = tile_counts(c, lhs, rhs)
+    if counts is None:
+        return None
+    codes = codes_of(lhs), codes_of(rhs)
+    extents = dict(zip((*c.lhs, *c.rhs), (*codes[0].shape, *codes[1].shape)))
+    terms = math.prod(map(extents.__getitem__, c.summed))
+    if counts and terms // math.prod(counts.values()) < MIN_TILE:
+        return None
+    return counts | _overflow_tiles(c, counts, extents, *codes)
+
+
+def tile_counts(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | None:
+    """Returns {summed label: number of tiles} along which scales and zero points vary, or None
+    if they vary where tiles cannot be visited one at a time."""
+    counts = {}
     for side, labels, x in (("lhs", c.lhs, lhs), ("rhs", c.rhs, rhs)):
-        shape = (x.qvalue if isinstance(x, QArray) else x).shape
-        extents.update(zip(labels, shape))
+        if not isinstance(x, QArray):
+            continue
         movable = (*c.kept(side), *c.groups(side))
-        for part in (x.scale, x.zero_point) if isinstance(x, QArray) else ():
+        for part in (x.scale, x.zero_point):
             if part is None:
                 continue
-            for label, extent, count in zip(labels, shape, part.shape):
+            for label, extent, count in zip(labels, x.qvalue.shape, part.shape):
                 if count == 1 or label in movable:
                     continue
                 if label not in c.looped:
@@ -240,15 +251,12 @@ def _loop_plan(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | N
                         f"Contracting axes must be tiled with the same tile size: {c.name} "
                         f"meets tiles of {extent // count} and of {extent // counts[label]}."
                     )
-    terms = math.prod(map(extents.__getitem__, c.summed))
-    if counts and terms // math.prod(counts.values()) < MIN_TILE:
-        return None
-    return counts | _overflow_tiles(c, counts, extents, lhs, rhs)
+    return counts
 
 
 def _overflow_tiles(c, counts, extents, lhs, rhs) -> dict[str, int]:
-    """Returns extra tiles to visit where a whole sum would not fit in int32."""
-    left, right = codes_of(lhs).dtype, codes_of(rhs).dtype
+    """Returns extra tiles to visit where a whole sum of codes would not fit in int32."""
+    left, right = lhs.dtype, rhs.dtype
     integers = jnp.issubdtype(left, jnp.integer) and jnp.issubdtype(right, jnp.integer)
     if not integers or xla.is_int16(left, right):
         return {}
@@ -302,13 +310,9 @@ def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
 
     def tile_of(x, side, index):
         take = functools.partial(
-            _take_tile, labels=c.labels(side), index=index, tiles=tiles
+            take_tile, labels=c.labels(side), index=index, tiles=tiles
         )
-        if not isinstance(x, QArray):
-            return take(x)
-        return x.replace(
-            **{k: take(v) for k, v in _named_parts(x).items()}, logical=None
-        )
+        return x.map(take, logical=None) if isinstance(x, QArray) else take(x)
 
     def add(total, flat):
         index = dict(zip(labels, jnp.unravel_index(flat, counts)))
@@ -320,16 +324,16 @@ def _sum_codes(c, lhs, rhs, tiles: dict[str, int], accumulate) -> jax.Array:
     return lax.scan(add, start, jnp.arange(1, math.prod(counts), dtype=jnp.int32))[0]
 
 
-def _named_parts(x: QArray) -> dict[str, jax.Array]:
-    parts = {"qvalue": x.qvalue, "scale": x.scale, "zero_point": x.zero_point}
-    return {k: v for k, v in parts.items() if v is not None}
-
-
-def _take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
+def take_tile(x: jax.Array, labels, index, tiles) -> jax.Array:
+    """Returns the part of an operand that belongs to one tile of the summed axes."""
     for axis, label in enumerate(labels):
         if label in tiles and x.shape[axis] != 1:
             size = x.shape[axis] // tiles[label]
-            x = lax.dynamic_slice_in_dim(x, index[label] * size, size, axis)
+            start = index[label] * size
+            if isinstance(start, int):
+                x = lax.slice_in_dim(x, start, start + size, axis=axis)
+            else:
+                x = lax.dynamic_slice_in_dim(x, start, size, axis)
     return x
 
 

@@ -9,7 +9,6 @@ table, at the cost of those rows. The gradient passes straight through, but not 
 calibration clips; a look-up's backward adds rows up, there is no matmul in it.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -21,7 +20,8 @@ from midtread.numerics.qarray import (
     dequantize,
     quantize_to_range,
 )
-from midtread.numerics.spec import Spec, place_tile
+from midtread.numerics.spec import Spec
+from midtread.ops.contraction import dot
 from midtread.ops.training import is_inside
 
 
@@ -33,18 +33,11 @@ def number_table_axes(spec: Spec, shape: Sequence[int], axis: int) -> Spec:
     >>> number_table_axes(Spec("int4", ("kept",), {"summed": 32}), (100, 64), axis=0).tiles
     {1: 32}
     """
-    row = [a for a in range(len(shape)) if a != axis]
-    numbers = {
-        "kept": [axis], "summed": row, "summed_last": row[-1:], "summed_first": row[:1]
-    }  # fmt: skip
-    of = lambda a: numbers[a] if isinstance(a, str) else [a]
-    tiles, channelwise = {}, [n for a in spec.channelwise_axes for n in of(a)]
-    for name, tile in spec.tiled_axes:
-        own, each = place_tile(tile, of(name), shape, bool(spec.format.tile))
-        tiles |= own
-        channelwise += each
-    channelwise = tuple(a for a in dict.fromkeys(channelwise) if a not in tiles)
-    return dataclasses.replace(spec, channelwise_axes=channelwise, tiled_axes=tiles)
+    # These are the axes of a table that is the right operand of a matmul over its rows.
+    row = tuple(a for a in range(len(shape)) if a != axis)
+    numbers = (tuple(range(len(row))), row), ((), ())
+    c = dot(numbers, len(row), len(shape))
+    return c.number_axes(spec, "rhs", shape)
 
 
 def look_up(q: QArray, indices, axis: int = 0, **options) -> jax.Array:

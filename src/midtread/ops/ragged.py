@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from midtread.ops.contraction import META, Contraction, dot, lay_over
+from midtread.numerics import views
+from midtread.ops.contraction import META, Contraction, dot
 
 
 @functools.partial(
@@ -53,7 +54,7 @@ class Ragged(Contraction):
             labels = tuple(self.rows if x == self.group else x for x in labels)
             if part.shape[axis] != 1:
                 part = jnp.take(part, self._group_of_row(), axis=axis)
-        return lay_over(part, labels, over)
+        return views.lay_over(part, labels, over)
 
     def ones(self, operand, side):
         """Returns ones for every row: rows of different groups meet different matrices."""
@@ -104,21 +105,10 @@ class Ragged(Contraction):
         got = [*([self.group] if self.group in self.out else []), *batch, *alone]
         return out.transpose([got.index(x) for x in self.out])
 
-    def _transpose(self, lhs, rhs, out, tiled):
+    def transposed(self, lhs, rhs, out, alone):
         fields = {k: getattr(self, k) for k in ("sizes", "num_rows", "rows", "group")}
-        return self.transposed(lhs, rhs, out, tiled, **fields)
-
-    @property
-    def dlhs(self) -> "Ragged":
-        last = [
-            x for x in self.rhs if x in self.out and x not in (*self.lhs, self.group)
-        ]
-        return self._transpose(self.out, self.rhs, self.lhs, last[-1] if last else None)
-
-    @property
-    def drhs(self) -> "Ragged":
-        last = [x for x in self.lhs if x in self.out and x not in self.rhs]
-        return self._transpose(self.lhs, self.out, self.rhs, last[-1] if last else None)
+        alone = [x for x in alone if x != self.group]
+        return super().transposed(lhs, rhs, out, alone, **fields)
 
 
 def ragged(numbers, lhs_shape, rhs_shape, sizes, **options) -> Ragged:

@@ -24,13 +24,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 
 from midtread.kernels import choose, pending
 from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
+from midtread.numerics.platforms import is_explicit
 from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
 from midtread.ops import witness
@@ -343,9 +343,8 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
 
 def _explicit_sharding(x: Operand):
     """Returns the sharding the gradient must have, where shardings are part of the type."""
-    sharding = jax.typeof(codes_of(x)).sharding
-    explicit = AxisType.Explicit in getattr(sharding.mesh, "axis_types", ())
-    return sharding if explicit else None
+    codes = codes_of(x)
+    return jax.typeof(codes).sharding if is_explicit(codes) else None
 
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):
@@ -378,9 +377,10 @@ def _rotate(back: Contraction, size: int, g, y, key, site):
 
 def _over_devices(grad: jax.Array, like: jax.Array) -> jax.Array:
     """Sums, inside shard_map, the gradients of an operand that all devices share."""
-    # `mat` says which mesh axes a value varies over.
-    seen, own = (getattr(jax.typeof(x), "mat", None) for x in (grad, like))
-    names = tuple(seen.varying - own.varying) if seen and own else ()
+    seen, own = (
+        jax.typeof(x).mat.varying for x in (grad, like)
+    )  # over which mesh axes
+    names = tuple(seen - own)
     return jax.lax.psum(grad, names) if names else grad
 
 

@@ -6,6 +6,7 @@ while tracing, multiplied by lax.dot_general and scaled at once. What cannot be 
 as codes (lookups, zero points) is dequantized first.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -19,7 +20,15 @@ from midtread.numerics.qarray import QArray, dequantize
 from midtread.ops.api import Ops
 from midtread.ops.context import untouched
 from midtread.ops.contraction import Dot
-from midtread.ops.engine import Operand, apply_scales, codes_of, is_code, result_dtype
+from midtread.ops.engine import (
+    Operand,
+    apply_scales,
+    codes_of,
+    is_code,
+    result_dtype,
+    take_tile,
+    tile_counts,
+)
 
 
 @untouched
@@ -30,12 +39,12 @@ def contract_unrolled(c: Dot, lhs: Operand, rhs: Operand) -> jax.Array:
     result = c.preferred or result_dtype(lhs, rhs)
     wide = wide_dtype(result_dtype(lhs, rhs))
     lhs, rhs = _multipliable(lhs), _multipliable(rhs)
-    counts = _tile_counts(c, lhs, rhs)
+    counts = tile_counts(c, lhs, rhs) or {}
     total: Any = 0
     for position in itertools.product(*map(range, counts.values())):
         index = dict(zip(counts, position))
-        left = _tile(lhs, c.lhs, counts, index)
-        right = _tile(rhs, c.rhs, counts, index)
+        left = _tile(lhs, c.lhs, index, counts)
+        right = _tile(rhs, c.rhs, index, counts)
         scales = [x.scale if isinstance(x, QArray) else None for x in (left, right)]
         out = _multiply(c, codes_of(left), codes_of(right), wide)
         total = total + apply_scales(c, out, wide, *scales)
@@ -48,36 +57,9 @@ def _multipliable(x: Operand) -> Operand:
     return dequantize(x)
 
 
-def _tile_counts(c: Dot, lhs: Operand, rhs: Operand) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for labels, x in ((c.lhs, lhs), (c.rhs, rhs)):
-        if not isinstance(x, QArray):
-            continue
-        for label, extent, count in zip(labels, x.qvalue.shape, x.scale.shape):
-            if count == 1 or label not in c.summed:
-                continue
-            if counts.setdefault(label, count) != count:
-                raise ValueError(
-                    f"Contracting axes must be tiled with the same tile size: {c.name} "
-                    f"meets tiles of {extent // count} and {extent // counts[label]}."
-                )
-    return counts
-
-
-def _tile(x: Operand, labels, counts: dict[str, int], index: dict[str, int]) -> Operand:
-    def cut(part: jax.Array) -> jax.Array:
-        for axis, label in enumerate(labels):
-            if label in counts and part.shape[axis] != 1:
-                size = part.shape[axis] // counts[label]
-                start = index[label] * size
-                part = lax.slice_in_dim(part, start, start + size, axis=axis)
-        return part
-
-    if not counts:
-        return x
-    if not isinstance(x, QArray):
-        return cut(x)
-    return x.replace(qvalue=cut(x.qvalue), scale=cut(x.scale))
+def _tile(x: Operand, labels, index: dict[str, int], counts: dict[str, int]) -> Operand:
+    take = functools.partial(take_tile, labels=labels, index=index, tiles=counts)
+    return x.map(take) if isinstance(x, QArray) else take(x)
 
 
 def _multiply(c: Dot, left: jax.Array, right: jax.Array, wide) -> jax.Array:

@@ -43,10 +43,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from midtread.model import flaxlib, intercept
-from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule
 from midtread.numerics import calibration
-from midtread.numerics.calibration import AmaxHistory
 from midtread.numerics.formats import as_format
 from midtread.numerics.qarray import QArray, is_float
 from midtread.ops.api import Ops
@@ -212,18 +210,12 @@ class DelayedFp8Provider(QtProvider):
         drhs = (rule.additional_qt_config or {}).get(DRHS, rule.bwd_calibration_method)
         return lhs, rhs, rule.bwd_calibration_method, drhs
 
-    def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
-        """Adds the state that a first run would, as it is before it."""
-        flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
-        for path, module in list(nnx.iter_modules(model)):
-            for name, state in vars(after[path]).items():
-                if isinstance(state, AmaxState) and not hasattr(module, name):
-                    first = {  # each may have an axis for the layers of a scan
-                        k: jnp.full(v.shape, k.endswith("_scale"), v.dtype)
-                        for k, v in state.arrays().items()
-                    }
-                    setattr(module, name, AmaxState(first))
+    def before_first(self, value: Any) -> Any:
+        if not isinstance(value, AmaxState):
+            return super().before_first(value)
+        arrays = value.arrays()  # each may have an axis for the layers of a scan
+        first = lambda name, x: jnp.full(x.shape, name.endswith("_scale"), x.dtype)
+        return AmaxState({name: first(name, x) for name, x in arrays.items()})
 
 
 @functools.cache
@@ -291,7 +283,8 @@ def advance(meta: Meta, amax: jax.Array, bound: float, margin: float = 0) -> Met
     usable = (largest > 0) & jnp.isfinite(largest)
     old = jnp.where(old > 0, old, 1.0)  # 0 is the gradient of an op that took no part
     scale = jnp.where(usable, largest * (2.0**margin / bound), old)
-    return {"amax_history": AmaxHistory().update(history, amax), "scale": scale}
+    seen = jnp.roll(history, -1).at[0].set(amax.astype(jnp.float32).reshape(()))
+    return {"amax_history": seen, "scale": scale}
 
 
 def _names(side: str) -> dict[str, str]:

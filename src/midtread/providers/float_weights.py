@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from midtread.model import flaxlib, origins
+from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
+from midtread.model.moves import ancestors
 from midtread.model.rules import QuantizationRule, recipe_of
 from midtread.model.running import Call
 from midtread.model.weights import computed_from, origin_is_hidden, params_near
@@ -61,7 +62,7 @@ class FloatWeights:
                     self.note(owner, name, "is computed from")
                 elif array.ndim > 1:
                     self._contained.add(param_path(owner, name))
-            *_, last = origins.ancestors(flaxlib.unbox(x))
+            *_, (last, _) = ancestors(flaxlib.unbox(x))
             if not sources and origin_is_hidden(last, flaxlib.params_of(module)):
                 shape = tuple(x.shape), _num_shards()
                 path = flaxlib.path_of(module)

@@ -31,11 +31,18 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from midtread.model import flaxlib, intercept, origins, running
+from midtread.model import flaxlib, intercept, running
 from midtread.model.boxes import WithAux
+from midtread.model.moves import ancestors
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule, field_names, named_fields
-from midtread.model.weights import ADAPTERS, is_argument, origin_is_hidden, turn_of
+from midtread.model.weights import (
+    ADAPTERS,
+    codes_in,
+    is_argument,
+    origin_is_hidden,
+    turn_of,
+)
 from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 from midtread.ops import einsum as einsum_
@@ -465,7 +472,7 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
             return name, turn_of(module, name, x)
         # These may be the values of a box, arranged as its codes cannot be.
         opened = running.call_of(provider).notes.get("opened", {})
-        for source, turn in origins.turned_ancestors(flaxlib.unbox(x)):
+        for source, turn in ancestors(flaxlib.unbox(x)):
             if id(source) in opened:
                 box = opened[id(source)][1]
                 weight = _weight_of(provider, module, box)
@@ -475,24 +482,16 @@ def _weight_of(provider: LoraProvider, module: Any, x: Any) -> tuple[str, Any] |
                 is_as_stored = box_turn in ((), tuple(range(box.ndim)))
                 return name, turn if is_as_stored else None
         return None
-    in_linen = isinstance(module, nn.Module)
-    boxes = module.variables.get("params", {}) if in_linen else vars(module)
-    boxes = {k: flaxlib.unbox(v) for k, v in boxes.items() if isinstance(v, WithAux)}
-    codes = {name: v.array.qvalue for name, v in boxes.items() if _is_weight(v)}
-    by_id = {id(intercept.unwrap(v)): name for name, v in codes.items()}
-    last, unboxed = None, flaxlib.unbox(x)
-    qvalue = unboxed.qvalue if isinstance(unboxed, QArray) else unboxed.array.qvalue
-    for last, turn in origins.turned_ancestors(qvalue):
+    codes = codes_in(module)
+    by_id = {id(intercept.unwrap(q.qvalue)): name for name, q in codes.items()}
+    last = None
+    for last, turn in ancestors(_open(x).qvalue):
         if id(last) in by_id:
             return by_id[id(last)], turn
-    if not origin_is_hidden(last, codes):
+    if not origin_is_hidden(last, {name: q.qvalue for name, q in codes.items()}):
         return None
-    names = (name for name in codes if boxes[name].shape == x.shape)
-    return next(((name, ()) for name in names), None)
-
-
-def _is_weight(box: WithAux) -> bool:
-    return isinstance(flaxlib.unbox(box.array), QArray)
+    alike = (name for name, q in codes.items() if q.shape == x.shape)
+    return next(((name, ()) for name in alike), None)
 
 
 def join(*path: Any) -> str:

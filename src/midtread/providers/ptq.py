@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.model import caught, flaxlib, intercept, origins, running
+from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.boxes import WithAux
-from midtread.model.moves import Move, as_seen, follow, stored, trail
+from midtread.model.intercept import is_boxed
+from midtread.model.moves import PLAIN, Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
@@ -80,15 +81,7 @@ class PtqProvider(QuantizationProvider):
     """
 
     honours = field_names(QtRule)  # those of the backward say nothing about serving
-    ops = (
-        *caught.CONTRACTIONS,
-        "take",
-        "getitem",
-        "asarray",
-        "param",
-        "promote_dtype",
-        "promote_dtype_nnx",
-    )
+    ops = (*caught.CONTRACTIONS, "take", "getitem", "asarray", "param")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -117,18 +110,19 @@ class PtqProvider(QuantizationProvider):
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
         args = [self._codes_of(a) for a in args]
-        boxed = any(map(_is_box, args))
+        boxed = any(map(is_boxed, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
         kwargs.pop("_dot_general", None)
+        weight = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         for a in args:
-            if rule is not None and isinstance(a, WithAux):
-                self._check_format(a, recipe_of(rule, False, True).fwd.rhs)
+            if isinstance(a, WithAux):
+                self._check_format(a, weight)
         args = [_open(a) for a in args]
         if name == "einsum":  # sides are named as they are in training
             args = in_jax_order(*args)
-        sources = {id(a): self._source(a, not boxed) for a in args if _is_float(a)}
-        if rule is not None and recipe_of(rule, False, True).fwd.rhs is not None:
+        sources = {id(a): self._source(a, not boxed) for a in args if is_float(a)}
+        if weight is not None:
             has_weight = boxed or any(sources.values())
             self._note_met(rule, has_weight)
             if not has_weight:  # beside one, what is computed of parameters is an input
@@ -137,7 +131,7 @@ class PtqProvider(QuantizationProvider):
         return getattr(ops, name)(*args, **kwargs)
 
     def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
-        """A look-up: from a box, or one that makes the box if a rule names it."""
+        """Looks up rows of a box, or of a table that becomes one if a rule names look-ups."""
         rule, _ = self._get_current_rule_and_op_id("take")
         spec = None if rule is None else recipe_of(rule, False, True).fwd.rhs
         a = self._codes_of(a)
@@ -146,17 +140,17 @@ class PtqProvider(QuantizationProvider):
         a = _open(a)
         if axis is None or out is not None:
             return jnp.take(
-                dequantize(a) if _is_box(a) else a, indices, axis, out, **options
+                dequantize(a) if is_boxed(a) else a, indices, axis, out, **options
             )
         axis = axis % a.ndim
-        source = self._source(a) if spec is not None and _is_float(a) else None
+        source = self._source(a) if spec is not None and is_float(a) else None
         if spec is not None:
-            self._note_met(rule, _is_box(a) or source is not None)
+            self._note_met(rule, is_boxed(a) or source is not None)
         if source is not None:
             axes = number_table_axes(spec, a.shape, axis)
             quantized = self._quantize_param(source, a, axes)
             a = a if quantized is None else quantized
-        if not _is_box(a):
+        if not is_boxed(a):
             return jnp.take(a, indices, axis, **options)
         return look_up(a, indices, axis, **options)
 
@@ -164,7 +158,7 @@ class PtqProvider(QuantizationProvider):
         sides = {"lhs": lhs, "rhs": rhs}
         params = {side: sources.get(id(x)) for side, x in sides.items()}
         are_weights = [
-            _is_box(x) or params[side] is not None for side, x in sides.items()
+            is_boxed(x) or params[side] is not None for side, x in sides.items()
         ]
         asked = Fwd() if rule is None else recipe_of(rule, *are_weights).fwd
         specs, ranges = {}, {}
@@ -176,7 +170,7 @@ class PtqProvider(QuantizationProvider):
                 numbered = c.number_axes(spec, side, x.shape)
                 codes = self._quantize_param(params[side], x, numbered)
                 sides[side] = x if codes is None else codes
-            elif _is_float(x):
+            elif is_float(x):
                 specs[side] = spec
                 if rule.act_static_scale:
                     numbered = c.number_axes(spec, side, x.shape)
@@ -198,10 +192,10 @@ class PtqProvider(QuantizationProvider):
             )
 
     def _codes_of(self, x: Any) -> Any:
-        """The codes behind an operand that is made of the values of a box, where they can
-        follow; else the operand."""
+        """Returns the codes behind an operand that is made of the values of a box, where they
+        can follow; else the operand."""
         opened = running.call_of(self).notes.get("opened")
-        if not opened or not _is_float(x):
+        if not opened or isinstance(x, WithAux) or not is_float(x):
             return x
         for ancestor, moves in trail(flaxlib.unbox(x)):
             if id(ancestor) in opened:
@@ -211,7 +205,7 @@ class PtqProvider(QuantizationProvider):
         return x
 
     def _source(self, x: jax.Array, elsewhere: bool = True) -> Source | None:
-        """The parameter that x is made of, or None for an activation. Where the other
+        """Returns the parameter that x is made of, None for an activation. Where the other
         operand is a weight already, only the module's own parameters are asked, and neither
         parts of them nor those that live `elsewhere`."""
         module = intercept.current_module()
@@ -233,7 +227,10 @@ class PtqProvider(QuantizationProvider):
         return None if seen is None else Source(owner, name, seen)
 
     def _note_met(self, rule: QuantizationRule, is_met: bool) -> None:
-        """Notes whether an op that a weight rule matched has a weight."""
+        """Notes whether an op that a weight rule matched has a weight, for the report that is
+        made after the first run."""
+        if self._initial_run_complete:
+            return
         index = next(i for i, known in enumerate(self._rules) if known is rule)
         self._float.note_met(index, is_met, intercept.current_module())
 
@@ -243,9 +240,10 @@ class PtqProvider(QuantizationProvider):
         self._float.note_computed(running.call_of(self), module, operands)
 
     def _is_of_model(self, module: Any, name: str) -> bool:
-        """Not so for a Linen module applied by hand to what the model computed, nor for
-        one bridged to NNX, whose variables go back to Linen: no box can. Nor for a layer
-        inside a wrapper that computes with every parameter before the layer gets it."""
+        """Whether a box can take the parameter's place in the model. It cannot in a Linen module
+        applied by hand to what the model computed, nor in one bridged to NNX, whose variables
+        go back to Linen, nor in a layer inside a wrapper that computes with every parameter
+        before the layer gets it."""
         root = running.call_of(self).model
         if _is_bridged(module, root):
             return False
@@ -261,8 +259,8 @@ class PtqProvider(QuantizationProvider):
         )
 
     def _outer(self, module: Any, name: str) -> Any:
-        """The model's own module where `module` is a stand-in for it that a transform made,
-        unless it holds one layer of many."""
+        """Returns the model's own module where `module` is a stand-in for it that a transform
+        made, unless it holds one layer of many."""
         outer = outer_module(running.call_of(self), module)
         theirs, ours = (flaxlib.params_of(m).get(name) for m in (outer, module))
         if theirs is None or ours is None:  # of another model, or a box by now
@@ -317,7 +315,7 @@ class PtqProvider(QuantizationProvider):
         while self._later:
             module, name, shape, spec = self._later.pop()
             param = flaxlib.params_of(module).get(name)
-            if param is not None and not _is_box(param):
+            if param is not None and not is_boxed(param):
                 value = quantize_by_spec(param.reshape(shape), spec)
                 flaxlib.replace_param(module, name, WithAux(value, spec))
         return super().process_model_output(method_name, model_output)
@@ -328,7 +326,7 @@ class PtqProvider(QuantizationProvider):
     # What a layer does to its parameter before it multiplies.
 
     def param(self, module: nn.Module, name: str, *args, **kwargs) -> Any:
-        """A box is given out as it is: its shapes are not those that init would make."""
+        """Gives out a box as it is, because its shapes are not those that init would make."""
         known = module.get_variable("params", name)
         if isinstance(known, WithAux):
             return flaxlib.unbox(known)
@@ -336,22 +334,9 @@ class PtqProvider(QuantizationProvider):
         note_given(running.call_of(self), module, name, param)
         return param
 
-    def promote_dtype(self, *args, **kwargs) -> list[Any]:
-        if len(args) == 1 and _is_box(args[0]):  # a table, to be looked up
-            dtype = kwargs.get("dtype")
-            return [args[0] if dtype is None else args[0].astype(dtype)]
-        floats = [None if _is_box(a) else a for a in args]
-        if intercept.share_a_dtype(floats, **kwargs):
-            return list(args)
-        plain = nn.dtypes.promote_dtype(*floats, **kwargs)
-        return [a if _is_box(a) else p for a, p in zip(args, plain)]
-
-    def promote_dtype_nnx(self, args, /, **kwargs) -> tuple[Any, ...]:
-        return tuple(self.promote_dtype(*args, **kwargs))
-
     def asarray(self, a: Any, dtype: Any = None, *args, **kwargs) -> Any:
-        """A box stays one, in another dtype if one is asked for; an nnx.State of the parts
-        of a QArray becomes that QArray."""
+        """Leaves a box a box, in another dtype if one is asked for, and makes a QArray of an
+        nnx.State of its parts."""
         if isinstance(a, nnx.Variable):
             a = a.get_raw_value()
         if isinstance(a, nnx.State) and "array" in a:
@@ -392,14 +377,14 @@ class PtqProvider(QuantizationProvider):
             getattr(model, method)(*inputs, **kwargs)
 
     def _add_params(self, model: nnx.Module, after: dict) -> None:
-        """For subclasses: adds what the abstract run added besides boxes."""
+        """Adds what the abstract run added besides boxes; a subclass knows what that is."""
 
 
 def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
     """Refuses a float parameter of a Linen model in use, unless `init` may have left it so:
     outside of a trace it may not see where a part of a parameter comes from, nor a copy by a
     function that was imported by name."""
-    is_whole = all(m.name in (*origins.MOVES, "transpose") for m in moves)
+    is_whole = all(m.name in (*PLAIN, "transpose") for m in moves)
     boxes = (getattr(p, "array", p) for p in flaxlib.params_of(module).values())
     if not is_whole or any(isinstance(q, QArray) for q in boxes):
         return
@@ -411,13 +396,13 @@ def _refuse_float(module: nn.Module, name: str, moves: list[Move]) -> None:
 
 
 def _is_abstract(model: nnx.Module) -> bool:
-    """Made by nnx.eval_shape: shapes in the place of arrays."""
+    """Whether nnx.eval_shape made it, with shapes in the place of arrays."""
     leaves = jax.tree.leaves(nnx.state(model))
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def static_range(rule, name: str, spec: Spec, x: jax.Array):
-    """The range behind a stored scale, which is a parameter beside the weight."""
+    """Returns the range behind a stored scale, which is a parameter beside the weight."""
     module = intercept.current_module()
 
     def init():
@@ -451,14 +436,6 @@ def _is_bridged(module: Any, model: Any) -> bool:
     if isinstance(module, nnx.bridge.ToNNX):
         return True
     return isinstance(module, nn.Module) and isinstance(model, nnx.Module)
-
-
-def _is_box(x: Any) -> bool:
-    return isinstance(x, (WithAux, QArray))
-
-
-def _is_float(x: Any) -> bool:
-    return not isinstance(x, WithAux) and is_float(x)
 
 
 def _open(x: Any) -> Any:

@@ -17,7 +17,6 @@ from flax import nnx
 
 from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider, like_by_rules
-from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import note_given
 from midtread.numerics.calibration import statistic
@@ -162,19 +161,15 @@ class QtProvider(QuantizationProvider):
             return jax.random.key(0)  # the model runs on shapes, so any key will do
         return flaxlib.make_rng(module, "stochastic_rounding")
 
-    def begin_call(self, model: nnx.Module) -> None:
-        if any(self._stacks.values()):
+    def begin_call(self, model: Any) -> None:
+        if isinstance(model, nnx.Module) and any(self._stacks.values()):
             flaxlib.stack_rngs(model, self._stacks)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
-        """Adds the statistics that a first run would, at zero."""
-        flaxlib.set_on_all(model, **{flaxlib.RNGS: None})
         self._streams, self._root = {}, model
         try:
-            after = abstract_call(model, method, inputs, kwargs)
+            super().prepare_nnx(model, method, inputs, kwargs, None)
         finally:
             self._stacks, self._streams, self._root = self._streams, None, None
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        if any(self._stacks.values()):
-            flaxlib.stack_rngs(model, self._stacks)
-        flaxlib.add_statistics(model, after)
+        self.begin_call(model)

@@ -23,7 +23,6 @@ from midtread.numerics.formats import FORMATS, NF4, as_format
 from midtread.numerics.qarray import QArray
 from midtread.numerics.scales import compute_scales
 from midtread.numerics.spec import Spec
-from midtread.ops.contraction import lay_over
 from midtread.ops.engine import Operand, result_dtype
 from midtread.ops.training import is_inside
 
@@ -258,7 +257,7 @@ def transpose_array(array: jax.Array, transpose: Sequence[int | None]) -> jax.Ar
     if any(array.shape[a] > 1 for a in dropped):
         raise ValueError(f"Cannot transpose {array.shape} as {transpose}.")
     out = tuple(f"new{i}" if a is None else str(a) for i, a in enumerate(transpose))
-    return lay_over(array, tuple(map(str, range(array.ndim))), out)
+    return views.lay_over(array, tuple(map(str, range(array.ndim))), out)
 
 
 def reshape(array: QArray, *new_shape: Any) -> QArray:

@@ -33,6 +33,7 @@ from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     array,
+    by_threads,
     doubled_halves,
     flipped,
     load_pair,
@@ -153,9 +154,8 @@ def decoded(
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     zero_bits = 0 if zeros is None else code.bits * zeros.shape[1] // width
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=[one] * holders.wide)
-    def run(ctx, ref, *beside):
-        del ctx
+    @by_threads(types, [one] * holders.wide)
+    def run(ref, *beside):
         given_here = iter(beside)
         here = [None if r is None else next(given_here) for r in (table, scale, zeros)]
         table_here, scale_here, zeros_here = here
@@ -305,9 +305,8 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
     one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
     size = jnp.dtype(ref.dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * holders.wide)
-    def load(ctx, ref):
-        del ctx
+    @by_threads([plgpu.RefType()], [one] * holders.wide)
+    def load(ref):
         vector = ir.VectorType.get((1,), ir.F32Type.get())
         out = []
         for j in holders.accumulators():
@@ -316,8 +315,7 @@ def scales(ref: Any, holders: Holders) -> list[jax.Array]:
             out.append(array(words, (64,), mgpu.WGMMA_ROW_LAYOUT))
         return out
 
-    run: Any = load  # its first argument comes from Pallas
-    return run(ref)
+    return load(ref)
 
 
 # --- the same for the interpreter -------------------------------------------------------------

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     array,
+    by_threads,
     matrices,
     modulo,
     plus,
@@ -48,9 +49,8 @@ def multiplied(
     types: list[Any] = [plgpu.RefType(SWIZZLED)]
     types += [plgpu.Layout.WGMMA] * (len(ws) + len(sums or []))
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=[one] * len(ws))
-    def run(ctx, x, *arrays):
-        del ctx
+    @by_threads(types, [one] * len(ws))
+    def run(x, *arrays):
         f32 = ir.F32Type.get()
         lefts = [
             [mgpu.utils.bitcast(r, word_type()) for r in w.registers.flat]
@@ -86,11 +86,4 @@ def _pairs(words: list) -> list:
 
 def meet() -> None:
     """Waits until all threads of a warpgroup are here."""
-
-    @plgpu.inline_mgpu()
-    def wait(ctx):
-        del ctx
-        mgpu.warpgroup_barrier()
-
-    run: Any = wait  # its first argument comes from Pallas
-    run()
+    by_threads()(mgpu.warpgroup_barrier)()

@@ -1,15 +1,25 @@
 """What a single thread of a kernel does: arithmetic on indices, addresses, loads, PTX, registers.
 
 Pallas cannot name one register of one thread. Its inline_mgpu takes functions that build
-Mosaic's own arrays from MLIR, and the functions here write that MLIR. It is as private as
-jaxlib's MLIR is.
+Mosaic's own arrays from MLIR (`by_threads`), and the functions here write that MLIR. It is as
+private as jaxlib's MLIR is.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu
+from midtread.kernels.pallas_compat import arith, ir, llvm, mgpu, plgpu
+
+
+def by_threads(arg_types: Sequence[Any] = (), return_type: Any = None) -> Callable:
+    """Makes a function of Mosaic's arrays and references, which writes what each thread does,
+    one of those that a kernel's body has in Pallas; the types are those of inline_mgpu."""
+    inline: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
+    return lambda write: inline(lambda ctx, *args: write(*args))
+
 
 # --- numbers, which are Python's where they are known and MLIR's elsewhere --------------------
 

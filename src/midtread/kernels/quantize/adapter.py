@@ -12,7 +12,6 @@ factor (`fit` in layout.py). One of these kernels writes codes in the order its 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +21,17 @@ from jax import lax
 from midtread.kernels import pending
 from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
-from midtread.kernels.layout import SYMBOLIC, TILE, Fit, as_matrix, fit, is_static
+from midtread.kernels.layout import (
+    SYMBOLIC,
+    TILE,
+    Fit,
+    as_matrix,
+    fit,
+    is_static,
+    stored,
+)
 from midtread.kernels.quantize import triton
-from midtread.kernels.quantize.operand import Operand, Quantized, Twice, why_not_twice
+from midtread.kernels.quantize.operand import Operand, Quantized, Twice
 from midtread.kernels.scaled_matmul import FLOAT8
 from midtread.numerics.qarray import QArray, calibrate, scales_of, settled
 from midtread.numerics.rounding import hashed, mix, seed
@@ -42,17 +49,11 @@ class Sides(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _sides(shape: tuple[int, ...], summed: tuple[int, ...]) -> Sides | None:
     ndim, num = len(shape), len(summed)
-    if not 0 < num < ndim:
+    matrix = stored(shape, summed) if 0 < num < ndim else None
+    if matrix is None:
         return None
-    if summed == tuple(range(ndim - num, ndim)):
-        first, sums_columns = ndim - num, True
-    elif summed == tuple(range(num)):
-        first, sums_columns = num, False
-    else:
-        return None
-    return Sides(
-        math.prod(shape[:first]), math.prod(shape[first:]), first, sums_columns
-    )
+    sizes, axis = matrix
+    return Sides(*sizes, ndim - num if axis == 1 else num, axis == 1)
 
 
 class Triton(NamedTuple):
@@ -251,9 +252,10 @@ class Tiles(NamedTuple):
 
 
 def plan_twice(a: Twice, env: Env) -> Same | Tiles | Refusal:
-    reason = why_not_twice(a)
-    if reason is not None:
-        return Refusal(reason)
+    if any(spec.rounding != "nearest" for spec in a.specs):
+        return Refusal("rounding by chance needs a noise for either")
+    if sorted(a.summed[0] + a.summed[1]) != list(range(a.x.ndim)):
+        return Refusal("the two matmuls do not sum over all axes")
     plans = [plan(operand, env) for operand in a.operands]
     for each in plans:
         if isinstance(each, Refusal):

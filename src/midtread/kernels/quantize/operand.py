@@ -174,12 +174,3 @@ class Twice:
             for spec, axes in zip(self.specs, self.summed)
         )
         return one, two
-
-
-def why_not_twice(a: Twice) -> str | None:
-    """Says why no kernel quantizes for both matmuls from one read; None if one may."""
-    if any(spec.rounding != "nearest" for spec in a.specs):
-        return "rounding by chance needs a noise for either"
-    if sorted(a.summed[0] + a.summed[1]) != list(range(a.x.ndim)):
-        return "the two matmuls do not sum over all axes"
-    return None

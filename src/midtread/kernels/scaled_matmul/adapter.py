@@ -10,6 +10,7 @@ has written them in that order already. Kernels are functions that JAX can trans
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,11 +24,10 @@ from midtread.kernels.layout import (
     TILE,
     Labels,
     Matmul,
-    as_rows,
+    as_matrix,
     codes_of,
     fit,
     round_up,
-    scales_of_rows,
 )
 from midtread.kernels.pallas_compat import MIXES_FLOAT8
 from midtread.kernels.partition import as_function
@@ -38,21 +38,41 @@ from midtread.numerics.qarray import QArray
 
 
 class _Side(NamedTuple):
-    """One operand as a matrix."""
+    """One operand as a matrix [kept, summed]."""
 
     labels: Labels  # of all its axes
     x: Any
     kept: Labels  # those of its rows
+    summed: Labels
+
+    @property
+    def order(self) -> list[int]:
+        return [*map(self.labels.index, (*self.kept, *self.summed))]
+
+    @property
+    def codes(self) -> jax.Array:
+        codes = codes_of(self.x).transpose(self.order)
+        return codes.reshape(math.prod(codes.shape[: len(self.kept)]), -1)
+
+    @property
+    def scales(self) -> jax.Array:
+        """Scales in float32 [r, t], over rows and tiles of their sums."""
+        if not isinstance(self.x, QArray):
+            return jnp.ones((1, 1), jnp.float32)
+        order = self.order
+        shape = [*map(self.x.qvalue.shape.__getitem__, order)]
+        scale = self.x.scale.astype(jnp.float32).transpose(order)
+        return as_matrix(scale, shape, len(self.kept))
 
 
-def _sides(a: Matmul) -> tuple[_Side, _Side, Labels, bool]:
-    """Returns the left side, the right side, the summed labels, and whether lhs is the right
-    side because the result is wanted transposed."""
+def _sides(a: Matmul) -> tuple[_Side, _Side, bool]:
+    """Returns the left side, the right side, and whether lhs is the right side because the
+    result is wanted transposed."""
     assert a.matrices is not None
     m, n, k = a.matrices
-    left, right = _Side(a.labels[0], a.lhs, m), _Side(a.labels[1], a.rhs, n)
+    left, right = _Side(a.labels[0], a.lhs, m, k), _Side(a.labels[1], a.rhs, n, k)
     is_swapped = a.labels[2] != m + n
-    return (right, left, k, True) if is_swapped else (left, right, k, False)
+    return (right, left, True) if is_swapped else (left, right, False)
 
 
 def why_not_codes(a: Matmul) -> str | None:
@@ -87,9 +107,8 @@ class Rows(NamedTuple):
     is_interpreted: bool
 
     def run(self, a: Matmul) -> jax.Array:
-        left, right, k, _ = _sides(a)
-        operands = [as_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
-        scales = [scales_of_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        left, right, _ = _sides(a)
+        operands, scales = (left.codes, right.codes), (left.scales, right.scales)
         arrays, vectors, singles = [], [], []
         for codes, scale, unit in zip(operands, scales, (8, 64)):
             extent, num_k = codes.shape
@@ -119,12 +138,12 @@ class Columns(NamedTuple):
     planned: many_rows.ManyRows
 
     def run(self, a: Matmul) -> jax.Array:
-        left, right, k, _ = _sides(a)
-        rows = as_rows(left.x, left.labels, left.kept, k)
+        left, right, _ = _sides(a)
+        rows = left.codes
         columns = codes_of(right.x).reshape(rows.shape[1], -1)
         vectors = [
-            views.expand(scales_of_rows(s.x, s.labels, s.kept, k), (n, 1)).reshape(-1)
-            for s, n in ((left, rows.shape[0]), (right, columns.shape[1]))
+            views.expand(side.scales, (n, 1)).reshape(-1)
+            for side, n in ((left, rows.shape[0]), (right, columns.shape[1]))
         ]
         return a.result(self.planned.multiply_codes(rows, columns, *vectors))
 
@@ -137,13 +156,13 @@ def plan_columns(a: Matmul, env: Env) -> Columns | Refusal:
     reason = _why_not(a)
     if reason is not None:
         return Refusal(reason)
-    left, right, k, is_swapped = _sides(a)
+    left, right, is_swapped = _sides(a)
     if ("lhs" if is_swapped else "rhs") not in a.stored:
         return Refusal("its codes were written for this matmul, as rows")
-    if right.labels != (*k, *right.kept):
+    if right.labels != (*right.summed, *right.kept):
         return Refusal("its stored codes do not have their summed axes first")
     dtypes = codes_of(left.x).dtype, codes_of(right.x).dtype, a.dtype
-    shape = a.extent(k), a.extent(right.kept)
+    shape = a.extent(right.summed), a.extent(right.kept)
     planned = many_rows.plan_codes(dtypes, a.extent(left.kept), shape, env)
     return planned if isinstance(planned, Refusal) else Columns(planned)
 
@@ -154,9 +173,8 @@ class Tiled(NamedTuple):
     is_interpreted: bool
 
     def run(self, a: Matmul) -> jax.Array:
-        left, right, k, _ = _sides(a)
-        operands = [as_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
-        scales = [scales_of_rows(s.x, s.labels, s.kept, k) for s in (left, right)]
+        left, right, _ = _sides(a)
+        operands, scales = (left.codes, right.codes), (left.scales, right.scales)
         num_tiles = operands[0].shape[1] // TILE
         sa = views.expand(scales[0], (operands[0].shape[0], num_tiles))
         per_block = scales[1].shape[0] != operands[1].shape[0]
@@ -177,8 +195,8 @@ def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
     m, n, k = a.sizes
     if min(m, n) < hopper_tiled.CTA[0]:
         return Refusal(f"{m}x{k}x{n} is smaller than a block")
-    left, right, summed, _ = _sides(a)
-    *outer, last = summed
+    left, right, _ = _sides(a)
+    *outer, last = left.summed
     is_run = last in a.tiles and all(
         a.tiles.get(x, 1) in (1, a.extents[x]) for x in outer
     )
@@ -190,9 +208,9 @@ def plan_tiled(a: Matmul, env: Env) -> Tiled | Refusal:
         x = side.x
         if not isinstance(x, QArray):
             continue
-        order = [*map(side.labels.index, (*side.kept, *summed))]
         extents, shape = (
-            tuple(map(part.shape.__getitem__, order)) for part in (x.scale, x.qvalue)
+            tuple(map(part.shape.__getitem__, side.order))
+            for part in (x.scale, x.qvalue)
         )
         if fit(extents, shape, len(side.kept)) is None:
             return Refusal(

@@ -15,19 +15,13 @@ Two neighbouring programs fetch the rows of a once for both.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from midtread.kernels.hopper.shared_memory import swizzled
-from midtread.kernels.hopper.threads import (
-    asm,
-    plus,
-    shifted,
-    value,
-)
+from midtread.kernels.hopper.threads import asm, by_threads, plus, shifted, value
 from midtread.kernels.pallas_compat import (
     arith,
     load_slice,
@@ -53,19 +47,16 @@ def _turn(action: str) -> None:
     """Makes warpgroups take turns at a barrier: "sync" waits for the one before, and "arrive"
     lets the next one start."""
 
-    @plgpu.inline_mgpu(arg_types=(), return_type=())
-    def run(ctx):
-        del ctx
+    @by_threads()
+    def run():
         whose = shifted(mgpu.thread_idx(), 7)  # the warpgroup
         if action == "arrive":
             after = plus(whose, 1)
             is_last = arith.cmpi(arith.CmpIPredicate.eq, after, value(GROUPS))
             whose = arith.select(is_last, value(0), after)
         asm([], f"bar.{action} $0, 256;", [plus(whose, FREE)], "r")
-        return ()
 
-    call: Any = run  # its first argument comes from Pallas
-    call()
+    run()
 
 
 def _body(a_gmem, b_gmem, sa_gmem, sb_gmem, out_gmem, *, stages: int, native: bool):

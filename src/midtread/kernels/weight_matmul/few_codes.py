@@ -19,6 +19,7 @@ from midtread.kernels.environment import Env
 from midtread.kernels.layout import Matmul
 from midtread.kernels.weight_matmul import MAX_ROWS
 from midtread.numerics import formats, views
+from midtread.numerics.platforms import is_explicit
 from midtread.numerics.qarray import QArray, dequantize
 
 
@@ -40,7 +41,8 @@ class FewCodes(NamedTuple):
             return self.chosen.plan.run(_as_floats(a, self.side, x, a.dtype))
         x = pending.in_bfloat16(few.qvalue)
         out = self.chosen.plan.run(_as_floats(a, self.side, x, jnp.float32))
-        factor = _over_result(few.scale, a.labels[self.side], a)
+        scale = few.scale.astype(jnp.float32)
+        factor = views.lay_over(scale, a.labels[self.side], a.labels[2])
         pending.note_rows(factor)
         return views.broadcast_with(jnp.multiply, out, factor)
 
@@ -112,23 +114,11 @@ def _bears_bfloat16(a: Matmul) -> bool:
     return True
 
 
-def _over_result(scale: jax.Array, labels, a: Matmul) -> jax.Array:
-    """A scale over the axes of the result, in float32."""
-    out, extent = a.labels[2], dict(zip(labels, scale.shape))
-    shape = [extent.get(x, 1) for x in out]
-    if a.groups is not None:
-        return scale.astype(jnp.float32).reshape(shape)
-    order = sorted(
-        range(len(labels)),
-        key=lambda i: out.index(labels[i]) if labels[i] in out else -1,
-    )
-    return scale.transpose(order).reshape(shape).astype(jnp.float32)
-
-
 def _values(x: QArray) -> jax.Array:
-    """What the codes stand for; without extents of 1 on the way, as in quantize/xla.py."""
+    """Returns what codes stand for, without extents of 1 on the way, as `OneRead` does
+    (quantize/operand.py)."""
     shape = x.qvalue.shape
     wide = [n for n in shape if n != 1]
-    if wide and x.logical is None and not layout.is_explicit(*layout.parts_of(x)):
+    if wide and x.logical is None and not is_explicit(*layout.parts_of(x)):
         x = x.reshape(wide)
     return views.pad_to(dequantize(x, jnp.bfloat16), x.qvalue.shape).reshape(shape)

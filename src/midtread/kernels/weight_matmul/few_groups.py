@@ -25,6 +25,7 @@ from midtread.kernels.weight_matmul import (
     MAX_ROWS,
     triton_grouped,
     triton_tuned,
+    values_of,
     why_not_format,
 )
 from midtread.kernels.weight_matmul.few_rows import readable, wide_zero
@@ -32,7 +33,6 @@ from midtread.kernels.weight_matmul.hopper_decode import grouped as hopper_group
 from midtread.kernels.weight_matmul.hopper_decode import tuned
 from midtread.numerics import views
 from midtread.numerics.formats import Format
-from midtread.numerics.rounding import decode
 
 MOST_GROUPS = tuned.HELD // 12  # a first row and two first blocks, 4 bytes each
 
@@ -160,9 +160,7 @@ def _hopper_call(plan: Grouped) -> Callable:
     fmt = plan.fmt
 
     def plain(x, codes, scale, sizes):
-        values = decode(codes, fmt).astype(jnp.float32)
-        scale = scale.astype(jnp.float32)
-        values = views.broadcast_with(jnp.multiply, values, scale)
+        values = values_of(codes, fmt, scale)
         return lax.ragged_dot(x.astype(jnp.float32), values, sizes)
 
     def kernel(x, codes, scale, sizes):
@@ -189,12 +187,7 @@ def _triton_call(plan: Grouped, has_zero: bool) -> Callable:
     def plain(x, words, scale, sizes, *zeros):
         num_groups, k, _ = words.shape
         codes = lax.bitcast_convert_type(words, fmt.dtype)
-        values = decode(codes, fmt).astype(jnp.float32)
-        for zero in zeros:
-            zero = zero.astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        scale = scale.astype(jnp.float32)
-        values = views.broadcast_with(jnp.multiply, values, scale)
+        values = values_of(codes, fmt, scale, *zeros)
         out = lax.ragged_dot(
             x.astype(jnp.float32), values.reshape(num_groups, k, -1), sizes
         )

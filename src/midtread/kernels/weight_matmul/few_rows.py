@@ -27,13 +27,12 @@ from midtread.kernels.weight_matmul import (
     TRITON,
     triton,
     triton_tuned,
+    values_of,
     why_not_format,
 )
 from midtread.kernels.weight_matmul.hopper_decode import kernel as hopper_kernel
 from midtread.kernels.weight_matmul.hopper_decode import tuned
-from midtread.numerics import views
 from midtread.numerics.formats import Format, dtype_bits
-from midtread.numerics.rounding import decode
 
 
 def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
@@ -46,17 +45,12 @@ def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
         return f"the other operand is {x.dtype}, not {' or '.join(dtypes)}"
     if not 0 < stored.num_rows <= MAX_ROWS:
         return f"{stored.num_rows} rows: the kernel is for {MAX_ROWS} at most"
-    is_whole = stored.shape[1] % _planes(w.format) == 0
+    is_whole = stored.shape[1] % decoding.num_planes(w.format) == 0
     if stored.summed == 0 and not (
         is_whole and stored.counts[1] in (1, stored.shape[1])
     ):
         return f"scales of extents {stored.counts} on {stored.shape} codes"
     return None
-
-
-def _planes(fmt: Format) -> int:
-    """Codes in a byte."""
-    return 8 // dtype_bits(fmt.dtype)
 
 
 class Hopper(NamedTuple):
@@ -164,7 +158,7 @@ class Triton(NamedTuple):
     def _sum(self, a: WeightArrays) -> jax.Array:
         if self.is_turned:
             return _turned_call(self.planned, self.is_interpreted)(a.x_MK, a.codes)
-        planes, n = _planes(self.fmt), a.codes.shape[1]
+        planes, n = decoding.num_planes(self.fmt), a.codes.shape[1]
         as_bytes = lambda x: decoding.as_bytes(x) if planes > 1 else x  # free
         args, zeros = [a.x_MK, as_bytes(a.codes)], None
         if a.inner is not None:
@@ -192,7 +186,10 @@ def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
         size = stored.num_rows, stored.shape
         blocks = triton.transposed_blocks(*size)
     else:
-        size = stored.num_rows, (stored.shape[0], stored.shape[1] // _planes(fmt))
+        size = (
+            stored.num_rows,
+            (stored.shape[0], stored.shape[1] // decoding.num_planes(fmt)),
+        )
         blocks = triton_tuned.weight_blocks(fmt, *size, stored.group)
     if blocks is None:
         return Refusal(f"{stored.shape} codes do not divide into blocks")
@@ -247,13 +244,8 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
         return [next(rest) if there else None for there in is_there]
 
     def plain(x, codes, *given):
-        values, (scale, last, zero) = decode(codes, fmt).astype(jnp.float32), parts(given)  # fmt: skip
-        if zero is not None:
-            zero = decode(zero, fmt).astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        if scale is not None:
-            scale = scale.astype(jnp.float32)
-            values = views.broadcast_with(jnp.multiply, values, scale)
+        scale, last, zero = parts(given)
+        values = values_of(codes, fmt, scale, zero)
         numbers = (((1,), (0,)), ((), ()))
         out = lax.dot_general(x.astype(jnp.float32), values, numbers)
         out = out if last is None else out * last.astype(jnp.float32)
@@ -306,13 +298,8 @@ def _triton_call(
     """Of x, bytes, and for groups a scale [G, B, P] and zero points: the same, or bytes too."""
 
     def plain(x, codes, scale=None, zero=None):
-        values = _values(codes, fmt)
-        if zero is not None:
-            zero = _values(zero, fmt) if zeros == "codes" else zero.astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        if scale is not None:
-            scale = scale.astype(jnp.float32)
-            values = views.broadcast_with(jnp.multiply, values, scale)
+        zero = _codes(zero, fmt) if zeros == "codes" else zero
+        values = values_of(_codes(codes, fmt), fmt, scale, zero)
         numbers = (((1,), (0,)), ((), ()))
         return lax.dot_general(x.astype(jnp.float32), values, numbers)
 
@@ -332,8 +319,8 @@ def _triton_call(
     return as_function(kernel, plain, axes, replicated)
 
 
-def _values(codes: jax.Array, fmt: Format) -> jax.Array:
-    """float32 [.., B, P] of bytes [.., B]."""
-    planes = _planes(fmt)
-    values = lax.bitcast_convert_type(codes, fmt.dtype) if planes > 1 else codes
-    return decode(values.reshape(*codes.shape, planes), fmt).astype(jnp.float32)
+def _codes(bytes_: jax.Array, fmt: Format) -> jax.Array:
+    """Codes [.., B, P] of bytes [.., B]."""
+    planes = decoding.num_planes(fmt)
+    codes = lax.bitcast_convert_type(bytes_, fmt.dtype) if planes > 1 else bytes_
+    return codes.reshape(*bytes_.shape, planes)

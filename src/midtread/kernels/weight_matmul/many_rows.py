@@ -23,7 +23,12 @@ from midtread.kernels.candidates import Refusal
 from midtread.kernels.environment import Env
 from midtread.kernels.layout import WeightArrays, WeightMatmul
 from midtread.kernels.partition import as_function
-from midtread.kernels.weight_matmul import HOPPER, MAX_ROWS, why_not_format
+from midtread.kernels.weight_matmul import (
+    HOPPER,
+    MAX_ROWS,
+    values_of,
+    why_not_format,
+)
 from midtread.kernels.weight_matmul.few_rows import (
     readable,
     readable_type,
@@ -31,9 +36,7 @@ from midtread.kernels.weight_matmul.few_rows import (
 )
 from midtread.kernels.weight_matmul.hopper_prefill import tuned
 from midtread.kernels.weight_matmul.hopper_prefill.kernel import prefill_matmul
-from midtread.numerics import views
 from midtread.numerics.formats import Format, as_format
-from midtread.numerics.rounding import decode
 
 
 class ManyRows(NamedTuple):
@@ -128,13 +131,7 @@ def _call(plan: ManyRows) -> Callable:
     fmt, is_grouped, dtype = plan.fmt, plan.is_grouped, plan.dtypes[1]
 
     def plain(x, codes, scale, *zeros):
-        values = decode(codes, fmt).astype(jnp.float32)
-        for zero in zeros:
-            zero = decode(zero, fmt).astype(jnp.float32)
-            values = views.broadcast_with(jnp.subtract, values, zero)
-        if is_grouped:
-            factor = scale.astype(jnp.float32)
-            values = views.broadcast_with(jnp.multiply, values, factor)
+        values = values_of(codes, fmt, scale if is_grouped else None, *zeros)
         numbers = (((1,), (0,)), ((), ()))
         options = {"preferred_element_type": jnp.float32}
         out = lax.dot_general(x, values.astype(x.dtype), numbers, **options)

@@ -206,7 +206,7 @@ def weight_matmul(
     m, k = x_MK.shape
     block_m = max(16, 1 << (m - 1).bit_length())
     num_b = bytes_KB.shape[1]
-    planes = 8 // dtype_bits(fmt.dtype)
+    planes = decoding.num_planes(fmt)
     group = None if scale_GBP is None else k // scale_GBP.shape[0]
     split_k = k // blocks.split
     padded = m if blocks.multiply == "fma" else block_m

@@ -25,6 +25,7 @@ from midtread.kernels.hopper.threads import (
     address_of,
     array,
     asm,
+    by_threads,
     flipped,
     load_pair,
     modulo,
@@ -60,14 +61,12 @@ def received_shape(cluster: int, rows: int) -> tuple[int, int, int]:
 def prepare(signal: Any, cluster: int, rows: int) -> None:
     """Tells the other programs of a cluster that this one can receive sums."""
 
-    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()])
-    def tell(ctx, signal):
-        del ctx
+    @by_threads([plgpu.RefType()])
+    def tell(signal):
         given = [_word(signal), mgpu.thread_idx(), _expected(cluster, rows, _rank())]
         asm([], _PREPARE, given, "r,r,r")
 
-    run: Any = tell  # its first argument comes from Pallas
-    run(signal)
+    tell(signal)
 
 
 def _expected(cluster: int, rows: int, rank):
@@ -87,9 +86,8 @@ def factors(scales: Any, gate: str | None = None) -> list[jax.Array]:
     halves, size = range(1 if gate is None else 2), jnp.dtype(scales.dtype).itemsize
     one = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=_PAIRS)
 
-    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()], return_type=[one] * len(halves))
-    def load(ctx, scales):
-        del ctx
+    @by_threads([plgpu.RefType()], [one] * len(halves))
+    def load(scales):
         pair, out = ir.VectorType.get((2,), ir.F32Type.get()), []
         for half in halves:
             column = plus(_positions(1, 1, len(halves))[0][1], half * COLUMNS // 2)
@@ -103,8 +101,7 @@ def factors(scales: Any, gate: str | None = None) -> list[jax.Array]:
             )
         return out
 
-    run: Any = load  # its first argument comes from Pallas
-    return run(scales)
+    return load(scales)
 
 
 class Slots(NamedTuple):
@@ -144,9 +141,8 @@ def finish(
     known = [] if slots is None else [slots.own, slots.first, *slots.counts]
     types += [plgpu.Layout.WG_SPLAT(())] * len(known)
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def run(ctx, out, ring, *rest):
-        del ctx
+    @by_threads(types)
+    def run(out, ring, *rest):
         rest = list(rest)
         sent = (rest.pop(0), rest.pop(0)) if others else None
         scaling = [rest.pop(0).registers.flat[0] for _ in scale]

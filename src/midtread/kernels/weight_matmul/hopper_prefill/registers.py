@@ -29,6 +29,7 @@ from midtread.kernels.hopper.shared_memory import swizzled
 from midtread.kernels.hopper.threads import (
     address_of,
     array,
+    by_threads,
     flipped,
     matrices,
     modulo,
@@ -90,11 +91,8 @@ def turned(ref: Any, dtype) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((64, rows), dtype, layout=layout)
     is_signed = True if dtype == jnp.int8 else None
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(swizzled(width, jnp.int8)),), return_type=result
-    )
-    def turn(ctx, ref):
-        del ctx
+    @by_threads([plgpu.RefType(swizzled(width, jnp.int8))], result)
+    def turn(ref):
         four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
         lane = modulo(mgpu.thread_idx(), 32)
         # Lane (g, c) gets bytes 2g and 2g + 1 of two rows in a word, and needs four rows of
@@ -121,8 +119,7 @@ def turned(ref: Any, dtype) -> jax.Array:
                     registers.append(mgpu.utils.bitcast(word, four))
         return array(registers, (64, rows), mgpu.WGMMA_LAYOUT_8BIT, is_signed)
 
-    run: Any = turn
-    return run(ref)
+    return turn(ref)
 
 
 def _unit_of_warp(ref, row):
@@ -142,9 +139,8 @@ def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
     columns = 128 // size
     tiled = swizzled(columns, ref.dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), plgpu.Layout.WGMMA))
-    def store(ctx, ref, sums):
-        del ctx
+    @by_threads([plgpu.RefType(tiled), plgpu.Layout.WGMMA])
+    def store(ref, sums):
         both = ir.VectorType.get((2,), ir.F32Type.get())
         narrow = ir.VectorType.get((2,), ir.BF16Type.get())
         column = lanes.location(*lanes.accumulators())[0]
@@ -160,5 +156,4 @@ def lay(ref: Any, sums: jax.Array, lanes: Lanes) -> None:
                     packed = arith.truncf(narrow, packed)
                 llvm.store(packed, moved(start, tile * 1024 * (64 // columns)))
 
-    run: Any = store
-    run(ref, sums)
+    store(ref, sums)
