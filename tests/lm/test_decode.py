@@ -364,8 +364,9 @@ def test_nothing_is_begun_that_cannot_end(net, config):
 
 def test_no_prompts_are_no_work_and_no_such_cache_is_refused(net, config):
     assert served(net, config).prefill({}, 8) == {}
-    with pytest.raises(UsageError, match="one of int8, int4, fp8, and what shares"):
-        served(net, config, cache_format=("int2", "dkv"))
+    for cache_format in (("int2", "dkv"), ("int8", "d"), "int8"):
+        with pytest.raises(UsageError, match="one of int8, int4, fp8, and what shares"):
+            served(net, config, cache_format=cache_format)
 
 
 def test_a_stop_that_is_no_token(net, config):
