@@ -151,7 +151,7 @@ def _generate(words: Sequence[str]) -> None:
     result = generate(model, codec, config, on_text=on_text)
     on_text("\n")
     for text in result.texts[1:]:
-        terminal.say(f"---\n{text}")
+        terminal.stream(f"---\n{text}\n")
     terminal.say(
         f"{result.tokens_per_second:,.1f} tokens/s, cache of {result.cache_bytes:,} bytes"
     )
@@ -386,6 +386,13 @@ LESS = {
 }
 
 
+# What a command that was stopped goes on from, when it is given again.
+KEPT = {
+    "train": "the last checkpoint",
+    "quantize": "the weights that an algorithm has solved",
+}
+
+
 def _out_of_memory(verb: str, error: Exception) -> str:
     """Returns what a device said when its memory was used up, and what would help."""
     from midtread.lm.usage import first_line
@@ -445,6 +452,9 @@ def _main(words: list[str]) -> int:
         print(f"error: {_out_of_memory(verb, error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint.")
+        goes_on = (
+            f"; the same command goes on from {KEPT[verb]}" if verb in KEPT else ""
+        )
+        print(f"stopped{goes_on}.")
         return 130
     return 0

@@ -10,6 +10,7 @@ from flax import nnx
 
 import midtread as mt
 from midtread import cli
+from midtread.kernels import environment
 from midtread.lm import blockwise, settings
 from midtread.lm import cache as kv
 from midtread.lm import model as models
@@ -84,6 +85,21 @@ def test_the_formula_is_the_formula(key):
     mask = seen.mask(k.shape[1])[:, None]
     want = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
     np.testing.assert_allclose(attend(q, k, v, seen), want, atol=1e-5)
+
+
+def test_a_chunk_that_ends_behind_its_cache_reads_the_cache_alone(key):
+    """Its last queries fill up a prompt: what they see ends where the cache does."""
+    q, k, v = (jax.random.normal(x, (1, n, 1, 16), jnp.bfloat16) for x, n in
+               zip(jax.random.split(key, 3), (128, 70, 70)))  # fmt: skip
+    place = Place(jnp.arange(128)[None])
+    cache = kv.Cache({"k": k, "v": v})
+    seen = seen_by(place, cache, window=100)
+    with environment.implementation("interpret"):
+        got = attend(q, k, v, seen, implementation="flash")
+    want = attend(q, k, v, seen, implementation="plain")
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02
+    )
 
 
 def test_documents_do_not_see_each_other(key, small_blocks):

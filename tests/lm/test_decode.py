@@ -313,7 +313,14 @@ MISTAKES = {
         "token \\[1.5\\] of a prompt",
     ),
     "nothing": (lambda s: s.prefill({0: [1]}, 0), "prefill makes the first token"),
+    "half a token": (lambda s: s.prefill({0: [1]}, 2.5), "prefill makes the first"),
+    "a text": (
+        lambda s: s.prefill({0: "abc"}, 8),
+        "'abc' is no list of tokens: encode",
+    ),
+    "two lists": (lambda s: s.prefill({0: [[1], [2]]}, 8), "is no list of tokens"),
     "no step": (lambda s: s.step(0), "a step makes one token at least"),
+    "half a step": (lambda s: s.step(1.5), "a step makes one token at least"),
 }
 
 
@@ -324,19 +331,57 @@ def test_mistakes(net, config, mistake):
         act(served(net, config))
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ((-1.0,), "temperature=-1.0: 0 or a number above"),
+        ((float("nan"),), "temperature=nan"),
+        ((1.0, -3), "top_k=-3: a whole number, 0 for all tokens"),
+        ((1.0, 2.5), "top_k=2.5"),
+        ((1.0, 0, 0.0), "top_p=0.0: a number above 0 and at most 1"),
+        ((1.0, 0, 1.5), "top_p=1.5"),
+        ((0.0, 5), "top_k=5 means nothing at temperature=0"),
+        ((0.0, 0, 0.5), "top_p=0.5 means nothing at temperature=0"),
+    ],
+)
+def test_no_way_to_draw(net, config, sampling, message):
+    with pytest.raises(UsageError, match=message):
+        served(net, config, sampling=decode.Sampling(*sampling))
+
+
+def test_nothing_is_begun_that_cannot_end(net, config):
+    """Of several prompts one is too long, or a sequence is under way that is not theirs."""
+    server, heard = served(net, config, slots=1), []
+    hear = lambda number, tokens: heard.append(number)
+    with pytest.raises(UsageError, match="40 tokens and 4 new ones do not fit"):
+        decode.complete(server, [[1], [2] * 40], 4, hear)
+    assert not heard and server.free == [0]
+    server.prefill({0: [1]}, 4)
+    with pytest.raises(UsageError, match="sequences under way"):
+        decode.complete(server, [[2]], 4, hear)
+    assert not heard and len(server.step(4)[0]) == 3
+
+
 def test_no_prompts_are_no_work_and_no_such_cache_is_refused(net, config):
     assert served(net, config).prefill({}, 8) == {}
-    with pytest.raises(UsageError, match="one of int8, int4, fp8, and what shares"):
-        served(net, config, cache_format=("int2", "dkv"))
+    for cache_format in (("int2", "dkv"), ("int8", "d"), "int8"):
+        with pytest.raises(UsageError, match="one of int8, int4, fp8, and what shares"):
+            served(net, config, cache_format=cache_format)
 
 
 def test_a_stop_that_is_no_token(net, config):
-    with pytest.raises(UsageError, match="none of the model's"):
-        served(net, config, stops=[100000])
+    for stop in (100000, -1, 1.5, "x"):
+        with pytest.raises(UsageError, match=f"{stop} is none of the model's"):
+            served(net, config, stops=[stop])
     bad = settings.load([*WORDS, "stop=[two words]"])
     codec = data.tokenizer(bad)
     with pytest.raises(UsageError, match=r"stop='two words' is 9 tokens.*stop=\['s'\]"):
         generating.stop_tokens(bad, codec)
+    letter = dataclasses.replace(bad, stop=("\xe9",))  # two bytes, of which none is one
+    with pytest.raises(UsageError, match="2 tokens of byte, and a stop is one\\.$"):
+        generating.stop_tokens(letter, codec)
+    with pytest.raises(UsageError, match="stop='' is no token of byte"):
+        generating.stop_tokens(dataclasses.replace(bad, stop=("",)), codec)
     guesses = dataclasses.replace(
         codec, encode=lambda text: [0]
     )  # all is unknown to it
@@ -358,3 +403,4 @@ def test_no_room_for_a_cache(net, config, monkeypatch):
     with pytest.raises(UsageError, match=f"What would fit: {tokens:,} tokens, prompt"):
         make(slots=1, length=tokens + 1)
     make(slots=1, length=tokens)
+    make(slots=1, length=tokens + 1, check_memory=False)

@@ -31,8 +31,9 @@ from midtread.lm import (
 )
 from midtread.lm.config import Model, section
 from midtread.lm.decode import Sampling, choose
-from midtread.lm.generate import Pieces, generate
+from midtread.lm.generate import Pieces, generate, stop_tokens
 from midtread.lm.manual import manual_quantize
+from midtread.lm.tokenizer import Tokenizer
 from midtread.lm.train import train
 from midtread.lm.usage import UsageError
 
@@ -372,6 +373,15 @@ WRONG = {
 }
 
 
+def test_a_command_that_is_stopped_promises_what_is_true(run, capsys, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("midtread.lm.decode.complete", stop)
+    assert cli.main(["generate", run]) == 130
+    assert capsys.readouterr().out == "stopped.\n"
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line(run, case, capsys):
     if not convert.is_quantized(f"{run}-int8w"):
@@ -442,6 +452,9 @@ def test_weights_without_room_are_one_line(run, capsys, monkeypatch):
     monkeypatch.setattr(room, "bytes_free", lambda: 20_000)
     assert cli.main(["generate", f"{run}-int8w"]) == 2
     assert "fit: mesh=fsdp:-1 with more devices" in capsys.readouterr().err
+    monkeypatch.setattr(room, "bytes_free", lambda: 100)  # nor for the cache
+    words = ["check_memory=false", "max_new_tokens=2"]
+    assert cli.main(["generate", f"{run}-int8w", *words]) == 0, capsys.readouterr().err
 
 
 def test_memory_that_runs_out_on_the_way_is_one_line(run, capsys, monkeypatch):
@@ -570,6 +583,44 @@ def test_text_comes_as_it_is_made():
     config, pieces = dataclasses.replace(config, stop=(stop,)), []
     made = generate(net, codec, config, ["ab"], on_text=pieces.append)
     assert made.texts[0] == "ab" + "".join(pieces) and stop not in "".join(pieces)
+
+
+def spaced():
+    """A tokenizer that drops the space at the beginning of a text, as Llama 2's does: words
+    have a token with a space, and another for behind other letters."""
+    words = [f"{chr(97 + i % 26)}{i}" for i in range(130)] + [";"]
+    texts = [*(f" {word}" for word in words), *words, "<end>"]
+    encode = lambda text: [words.index(x) for x in text.split() if x in words]
+    decode = lambda ids: "".join(texts[i] for i in ids).removeprefix(" ")
+    return Tokenizer("spaced", len(texts), len(texts) - 1, encode, decode)
+
+
+def test_a_text_goes_on_with_its_space():
+    words = ["tiny", "num_decoder_layers=1", "max_new_tokens=9", "vocab_size=263"]
+    config, codec, pieces = settings.load(words), spaced(), []
+    net, prompts = model.create(section(config, Model)), ["a0 b1 c2", "d3"]
+    made = generate(net, codec, config, prompts, on_text=pieces.append)
+    for text, prompt, tokens in zip(made.texts, prompts, made.tokens):
+        assert text == codec.decode([*codec.encode(prompt), *tokens])
+    assert made.texts[0] == prompts[0] + "".join(pieces)
+    assert " " in made.texts[0].removeprefix(prompts[0])[:1]
+
+
+def test_a_stop_is_every_token_of_that_text():
+    codec = spaced()
+    assert stop_tokens(settings.load(["stop=;"]), codec) == (codec.end, 130, 261)
+
+
+def test_text_that_is_decoded_anew_is_not_lost():
+    """A part of a letter may undo the letters before it, which are not taken back."""
+    texts = {1: "a", 2: "a\ufffd", 3: "\ufffd\ufffdx"}
+    decode = lambda ids: texts.get(len(ids), "")
+    pieces: list[str] = []
+    out = Pieces(Tokenizer("anew", 9, 8, None, decode), pieces.append)
+    for token in (1, 2, 3):
+        out.add([token])
+    out.end()
+    assert pieces == ["a", "\ufffdx"]
 
 
 def test_text_that_ends_within_a_letter_is_whole():

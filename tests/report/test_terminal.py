@@ -14,6 +14,21 @@ LINES = [
 ]
 
 
+# An emoji's name, a tab, a mark of rich's, a backslash before what may be one, a wide line.
+TEXT = "{a:b:c} :x:\n\tif [bold]x[/bold]:\r\n" + "w " * 60 + "\\"
+
+
+def test_a_text_is_printed_as_it_is():
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=40, highlight=False))
+    terminal.stream(TEXT)
+    assert out.getvalue() == TEXT
+    terminal.say("runs/a:b:c [x] \\")
+    assert out.getvalue() == TEXT + "runs/a:b:c [x] \\\n"
+    Terminal(Console(file=out, quiet=True)).stream("more")
+    assert "more" not in out.getvalue()
+
+
 @pytest.mark.parametrize("width", [160, 80, 60])
 def test_no_column_is_lost(width):
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Pending: what a matmul's kernel leaves to be done, for a kernel that does it on its way.
+"""Pending: other forms of an array, noted where it is made in a step, for the kernel that comes next.
 
 A kernel for few rows may leave parts of a sum, and scales of rows or columns. XLA applies them in
 whatever it does next; but a kernel of ours is nothing that XLA can put them into, so it would start
@@ -7,21 +7,16 @@ take parts and scales themselves:
 
     y_MN  =  rows_M columns_N sum_p parts_pMN
 
-    with collect() as left:
-        y = x @ w           whatever happens to the call on its way
-    left.of(y)              Pending, if y is that and nothing else was done to it; else None
+Between the two kernels are layers that know nothing of either. So whoever makes an array notes what
+other forms of it there are, and whoever takes it asks for the form that it wants:
 
-If all that uses y takes the Pending instead, XLA does not compute y.
+    with collect() as forms:
+        y = x @ w            whatever happens to the call on its way
+    forms.of(y).pending      Pending, if y is what the matmul returned and nothing was done to it
 
-Before a matmul it is the same the other way round: the kernel that quantizes rows can write their
-codes in bfloat16 too, as the kernels for few rows want them (`note_codes`). And a kernel may do more
-than its matmul, if it is told what follows:
-
-    with collect(gate="silu") as left:
-        y = x @ w               columns that gate each other, woven (gates.py)
-    left.gated(y)               what y becomes if its kernel has gated it; else None
-
-Again XLA computes no y that nobody uses.
+XLA computes no form that nobody uses. Beside `pending` there are two more. Codes of rows have the same
+codes in bfloat16, as the kernels for few rows want them (`wide`). And where columns gate each other
+(gates.py), a matmul has them gated (`gated`), if it is told by which gate: `collect(gate="silu")`.
 """
 
 import contextlib
@@ -47,103 +42,78 @@ class Pending(NamedTuple):
             out = out * self.columns.astype(jnp.float32)
         return out if self.rows is None else out * self.rows[:, None]
 
+    def with_rows(self, factor: jax.Array) -> "Pending | None":
+        """Returns the same with scales of rows, one or as many as there are rows; None if these
+        cannot be left."""
+        m = self.parts.shape[1]
+        if self.rows is not None or factor.size not in (1, m):
+            return None
+        rows = jnp.broadcast_to(factor.reshape(-1), (m,)).astype(jnp.float32)
+        return self._replace(rows=rows)
 
-class Left:
-    """What the last matmul within `collect` left, and the array that it is."""
+
+class Form(NamedTuple):
+    """Other forms of an array; None is none."""
+
+    pending: Pending | None = None
+    gated: jax.Array | None = None  # [M, N / 2]
+    wide: jax.Array | None = None
+
+
+class Forms:
+    """The forms of arrays, which are told apart by being the same object."""
 
     def __init__(self, gate: str | None = None):
         self.gate = gate
-        self._pending: Pending | None = None
-        self._gated: jax.Array | None = None
-        self._result: Any = None
-        self._codes: tuple[Any, Any] = (None, None)
+        # The array is kept too, since another one might get the id of one that is gone.
+        self._noted: dict[int, tuple[Any, Form]] = {}
 
-    def of(self, y: jax.Array) -> Pending | None:
-        return self._pending if self._result is y else None
+    def of(self, x: Any) -> Form:
+        return self._noted[id(x)][1] if id(x) in self._noted else Form()
 
-    def gated(self, y: jax.Array) -> jax.Array | None:
-        if self._gated is None or self._result is not y:
-            return None
-        return self._gated.reshape(*y.shape[:-1], -1)
+    def note(self, x: Any, form: Form) -> None:
+        self._noted[id(x)] = x, form
 
 
-_left: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
-    "left", default=None
+_forms: contextvars.ContextVar[Forms | None] = contextvars.ContextVar(
+    "forms", default=None
 )
 
 
 @contextlib.contextmanager
-def collect(gate: str | None = None) -> Iterator[Left]:
-    """Notes what the matmuls inside leave, or make of it under a gate."""
-    left = Left(gate)
-    token = _left.set(left)
+def collect(gate: str | None = None) -> Iterator[Forms]:
+    """Collects the forms of all arrays that are made inside.
+
+    Args:
+        gate: by which the columns of the matmuls inside gate each other, a name in
+            `gates.GATES`.
+    """
+    forms = Forms(gate)
+    token = _forms.set(forms)
     try:
-        yield left
+        yield forms
     finally:
-        _left.reset(token)
+        _forms.reset(token)
 
 
 def is_wanted() -> bool:
-    return _left.get() is not None
-
-
-def begin() -> None:
-    """Forgets what an earlier matmul left: another one begins."""
-    left = _left.get()
-    if left is not None:
-        left._pending = left._gated = left._result = None
-
-
-def note(pending: Pending | None) -> None:
-    """Notes what the kernel of a matmul leaves."""
-    left = _left.get()
-    if left is not None:
-        left._pending, left._result = pending, None
+    return _forms.get() is not None
 
 
 def gate_wanted() -> str | None:
     """Returns the name of the gate that follows the matmul, if one does."""
-    left = _left.get()
-    return None if left is None else left.gate
+    forms = _forms.get()
+    return None if forms is None else forms.gate
 
 
-def note_gated(out: jax.Array) -> None:
-    """Notes what the kernel of a matmul made of its result, a matrix."""
-    left = _left.get()
-    if left is not None:
-        left._gated = out
+def note(x: jax.Array, **forms: Any) -> None:
+    """Notes other forms of an array, by the names of `Form`."""
+    collected = _forms.get()
+    if collected is not None:
+        collected.note(x, Form(**forms))
 
 
-def note_rows(factor: jax.Array) -> None:
-    """Notes scales of the rows of the result, one or as many as there are rows."""
-    left = _left.get()
-    if left is None or left._pending is None:
-        return
-    pending = left._pending
-    m = pending.parts.shape[1]
-    if pending.rows is not None or factor.size not in (1, m):
-        return note(None)
-    rows = jnp.broadcast_to(factor.reshape(-1), (m,)).astype(jnp.float32)
-    note(pending._replace(rows=rows))
-
-
-def note_result(out: jax.Array) -> None:
-    """Notes which array the matmul returned."""
-    left = _left.get()
-    if left is not None:
-        left._result = out
-
-
-def note_codes(qvalue: jax.Array, wide: jax.Array) -> None:
-    """Notes the same codes in bfloat16."""
-    left = _left.get()
-    if left is not None:
-        left._codes = qvalue, wide
-
-
-def in_bfloat16(qvalue: jax.Array) -> jax.Array:
-    """Returns codes of 8 bits in bfloat16: as they were noted, or cast."""
-    left = _left.get()
-    if left is not None and left._codes[0] is qvalue:
-        return left._codes[1]
-    return qvalue.astype(jnp.bfloat16)
+def form_of(x: jax.Array) -> Form:
+    """Returns what was noted of an array."""
+    forms = _forms.get()
+    return Form() if forms is None else forms.of(x)

@@ -231,7 +231,16 @@ def _plan_flash(call: Call, env: Env) -> Runs | Refusal:
     kernel = choose.plan_attend_ranges(_ranged(call), env)
     if kernel.plan is None:
         return Refusal(kernel.refused[0][1])
-    return Runs(lambda call: kernel.plan.run(_ranged(call.restored())))
+    return Runs(lambda call: kernel.plan.run(_ranged(_within(call.restored()))))
+
+
+def _within(call: Call) -> Call:
+    """Ends ranges at the end of a cache, behind which the kernel would read other memory: what
+    fills up a prompt's last chunk may stand there."""
+    if call.seen.is_causal:
+        return call
+    stop = jnp.minimum(call.seen.stop, call.sizes[1])
+    return dataclasses.replace(call, seen=dataclasses.replace(call.seen, stop=stop))
 
 
 def _ranged(call: Call) -> Ranged:

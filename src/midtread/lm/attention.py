@@ -66,11 +66,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, place: Place, cache: Any):
         (H, h), (B, T, _) = self.shape, x.shape
-        with collect_in_a_step(x, cache) as left:
+        with collect_in_a_step(x, cache) as forms:
             heads = self.heads(x)
         seen = seen_by(place, cache, self.window_at(place))
-        whole = left.of(heads[0]) if len(heads) == 1 else None
-        q, k, v, cache = self.placed(heads, whole, place, cache)
+        left = forms.of(heads[0]).pending if len(heads) == 1 else None
+        q, k, v, cache = self.placed(heads, left, place, cache)
         out = attend(
             q, k, v, seen,
             scale=self.scale,

@@ -289,7 +289,7 @@ def _timed(
     if why_not := _why_no_room(weights + cache, limit):
         return row._replace(why_not=f"weights and cache {why_not}")
     try:
-        seconds, peak = _seconds(model, m, row, fmt)
+        seconds, peak = _seconds(model, m, row, fmt, config.check_memory)
         return row._replace(seconds=seconds, peak_bytes=peak)
     except (UsageError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, UsageError) and "RESOURCE_EXHAUSTED" not in str(error):
@@ -297,11 +297,18 @@ def _timed(
         return row._replace(why_not=first_line(error))
 
 
-def _seconds(model: models.Transformer, m: Model, row: Decoded, fmt):
+def _seconds(
+    model: models.Transformer, m: Model, row: Decoded, fmt, check_memory: bool
+):
     """Returns the median time of a step of sequences that come near the cache's end, and the
     bytes that it needs."""
     server = decode.Server(
-        model, m, slots=row.sequences, length=row.length, cache_format=fmt
+        model,
+        m,
+        slots=row.sequences,
+        length=row.length,
+        cache_format=fmt,
+        check_memory=check_memory,
     )
     count = max(1, min(decode.COUNT, row.length // (CALLS + 2)))
     peak = server.peak_bytes(count)

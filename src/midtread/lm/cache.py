@@ -14,6 +14,7 @@ what comes out (`lm/attend.py`).
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -90,13 +91,11 @@ def make(
         cache_format: of codes and their scales; None: the model's dtype.
         stacked: whether they are; None: as the model's `scan_layers`.
     """
-    if cache_format is not None:
-        fmt, axis = cache_format
-        require(
-            fmt in FORMATS and axis in CHANNELS,
-            f"cache_format={cache_format}: a format, one of {', '.join(FORMATS)}, and what "
-            f"shares a scale, one of {', '.join(CHANNELS)}.",
-        )
+    require(
+        cache_format in (None, *itertools.product(FORMATS, CHANNELS)),
+        f"cache_format={cache_format}: a format, one of {', '.join(FORMATS)}, and what "
+        f"shares a scale, one of {', '.join(CHANNELS)}.",
+    )
     stacked = m.scan_layers if stacked is None else stacked
     if m.attention_type == "mla":
         widths = {"latent": (1, m.kv_lora_rank), "k_rope": (1, m.qk_rope_head_dim)}

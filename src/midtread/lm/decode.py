@@ -29,6 +29,7 @@ each layer arrays of its own; `prepare` does so and joins weights that multiply 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,8 +58,28 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
 
+    def check(self) -> None:
+        """Raises UsageError if one of these is out of its range, or means nothing."""
+        for name, holds, takes in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 or a number above"),
+            ("top_k", _is_whole(self.top_k), "a whole number, 0 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+        ):
+            require(holds, f"{name}={getattr(self, name)}: {takes}.")
+        for name, all_tokens in (("top_k", 0), ("top_p", 1)):
+            given = getattr(self, name)
+            require(
+                self.temperature or given == all_tokens,
+                f"{name}={given} means nothing at temperature=0, where the likeliest "
+                "token is taken: write temperature=0.8, say, or drop it.",
+            )
+
 
 GREEDY = Sampling()
+
+
+def _is_whole(x: Any, least: int = 0) -> bool:
+    return isinstance(x, int | np.integer) and x >= least
 
 
 def choose(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
@@ -258,10 +279,11 @@ class Server:
         stops: tokens that end a sequence.
         seed: of the random numbers.
         cache_format: format and scales of the cache (`lm/cache.py`); None: the compute dtype.
+        check_memory: refuses a cache that the device has no room for before it is made.
 
     Raises:
-        UsageError: A stop that is no token; or no room for the cache: what it needs, and
-            what would fit.
+        UsageError: A stop that is no token, a way to draw that is none; or no room for
+            the cache: what it needs, and what would fit.
     """
 
     def __init__(
@@ -275,12 +297,17 @@ class Server:
         stops: Sequence[int] = (),
         seed: int = 0,
         cache_format: tuple[str, str] | None = None,
+        check_memory: bool = True,
     ):
-        require(slots > 0, f"slots={slots}: a server has one at least.")
-        require(length > 0, f"length={length}: a slot has room for one token at least.")
+        require(_is_whole(slots, 1), f"slots={slots}: a server has one at least.")
+        require(
+            _is_whole(length, 1),
+            f"length={length}: a slot has room for one token at least.",
+        )
+        sampling.check()
         for token in stops:
             require(
-                0 <= token < m.vocab_size,
+                _is_whole(token) and token < m.vocab_size,
                 f"stop token {token} is none of the model's tokens: they are 0 to "
                 f"{m.vocab_size - 1}.",
             )
@@ -289,7 +316,7 @@ class Server:
         self._program = _program(graph, treedef, sampling, tuple(map(int, stops)))
         self.length, self._vocab_size = length, m.vocab_size
         self._seed = jax.random.key(seed)
-        cache = _cache(model, m, slots, length, cache_format)
+        cache = _cache(model, m, slots, length, cache_format, check_memory)
         self.cache_bytes = kv.nbytes(cache)
         zeros = lambda: jnp.zeros(slots, jnp.int32)
         self._slots = Slots(cache, zeros(), zeros(), zeros(), zeros())
@@ -319,9 +346,12 @@ class Server:
         Raises:
             UsageError: A slot that is not free, an empty prompt, or one that leaves no room.
         """
-        require(allowed > 0, f"allowed={allowed}: prefill makes the first token.")
         for slot, prompt in prompts.items():
-            self._check(slot, prompt, allowed)
+            require(
+                slot in self.free,
+                f"slot {slot} is not free: those that are free are {self.free}.",
+            )
+            self.check(prompt, allowed)
         if not prompts:
             return {}
         rows = np.array(list(prompts), np.int32)
@@ -352,19 +382,23 @@ class Server:
         self._left = np.array(self._slots.left)
         return dict(zip(prompts, np.asarray(new).tolist()))
 
-    def _check(self, slot: int, prompt: Sequence[int], allowed: int) -> None:
-        length = len(prompt)
+    def check(self, prompt: Sequence[int], allowed: int) -> None:
+        """Raises UsageError if a slot cannot hold this prompt and `allowed` new tokens."""
         require(
-            0 <= slot < len(self._left) and not self._left[slot],
-            f"slot {slot} is not free: those that are free are {self.free}.",
+            _is_whole(allowed, 1), f"allowed={allowed}: prefill makes the first token."
         )
-        require(length > 0, "prompt is empty: give at least one token.")
-        is_one = lambda t: 0 <= t < self._vocab_size and float(t).is_integer()
-        outside = [t for t in prompt if not is_one(t)]
+        tokens = np.asarray(prompt)
         require(
-            not outside,
-            f"token {outside[:1]} of a prompt is none of the model's: they are 0 to "
-            f"{self._vocab_size - 1}.",
+            tokens.ndim == 1 and tokens.dtype.kind in "iuf",
+            f"prompt {prompt!r:.60} is no list of tokens: encode a text first.",
+        )
+        length, count = len(tokens), self._vocab_size
+        require(length > 0, "prompt is empty: give at least one token.")
+        is_one = (tokens >= 0) & (tokens < count) & (tokens % 1 == 0)
+        require(
+            is_one.all(),
+            f"token {tokens[~is_one][:1].tolist()} of a prompt is none of the model's: they "
+            f"are 0 to {count - 1}.",
         )
         require(
             length + allowed - 1 <= self.length,
@@ -381,7 +415,7 @@ class Server:
         Raises:
             UsageError: A count below 1.
         """
-        require(count > 0, f"count={count}: a step makes one token at least.")
+        require(_is_whole(count, 1), f"count={count}: a step makes one token at least.")
         busy = np.flatnonzero(self._left)
         tokens, left, self._slots = self._program.go_on(
             self._weights, self._slots, self._seed, count
@@ -415,12 +449,15 @@ class Server:
         self.step(count)
 
 
-def _cache(model, m: Model, slots: int, length: int, cache_format) -> dict[str, Any]:
+def _cache(
+    model, m: Model, slots: int, length: int, cache_format, check_memory: bool
+) -> dict[str, Any]:
     make = lambda: kv.make(
         m, slots, length, cache_format, stacked=model.decoder.scanned
     )
     needed = kv.nbytes(jax.eval_shape(make))
-    require(room.fits(needed), room.no_cache(slots, length, needed))
+    is_refused = check_memory and not room.fits(needed)
+    require(not is_refused, room.no_cache(slots, length, needed))
     try:
         return make()
     except jax.errors.JaxRuntimeError as error:
@@ -445,7 +482,18 @@ def complete(
 
     Returns:
         The new tokens of each prompt; a stop token is the last.
+
+    Raises:
+        UsageError: Some sequence is under way, or one of the prompts cannot be read; none
+            is begun then.
     """
+    require(
+        len(server.free) == server.num_slots,
+        f"some slots have sequences under way, free are {server.free}: `complete` takes all "
+        "slots. Let these end by `step` first, or use another server.",
+    )
+    for prompt in prompts:
+        server.check(prompt, allowed)
     continuations: list[list[int]] = [[] for _ in prompts]
     waiting: Iterator[int] = iter(range(len(prompts)))
     holds: dict[int, int] = {}

@@ -5,6 +5,9 @@ Prompts become tokens, `lm/decode.py` continues them, and tokens become text aga
 at the tokenizer's end mark, at a token of `stop`, or after `max_new_tokens`. The first
 prompt's text is handed out in small pieces as it comes: a piece that ends within a letter
 waits for the rest of it.
+
+Some tokenizers drop the space that a text begins with (those of Llama 2, Mistral and Phi-3), so
+what follows a prompt is decoded behind the prompt's last tokens.
 """
 
 import time
@@ -18,6 +21,8 @@ from midtread.lm import decode
 from midtread.lm.config import Config, Model, section
 from midtread.lm.tokenizer import Tokenizer
 from midtread.lm.usage import require
+
+BEFORE = 16  # tokens of a prompt that what follows is decoded behind
 
 
 class Result(NamedTuple):
@@ -39,22 +44,32 @@ def cache_format(config: Config) -> tuple[str, str] | None:
 
 
 def stop_tokens(config: Config, codec: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokenizer's end marks, and what the key `stop` adds to them."""
+    """Returns the tokenizer's end marks, and every token that is a word of the key `stop`: there
+    may be one for the beginning of a text, and another for behind other letters."""
     stops = [*codec.stops]
     unknown = list(codec.encode("\ue000"))  # a letter that no text has
+    texts = _texts(codec) if config.stop else {}
     for word in config.stop:
-        tokens = list(codec.encode(word))
+        tokens = list(map(int, codec.encode(word)))
+        same = [t for t, text in texts.items() if text == word]
         require(
-            tokens != unknown,
+            same or tokens not in ([], unknown),
             f"stop={word!r} is no token of {codec.name}: write one that is.",
         )
+        parts = [texts[t] for t in tokens if t in texts]
+        such = f": write one of its tokens, such as stop={parts[-1:]}" if parts else ""
         require(
-            len(tokens) == 1,
-            f"stop={word!r} is {len(tokens)} tokens of {codec.name}, and a stop is one: "
-            f"write one of its tokens, such as stop={[codec.decode(tokens[-1:])]}.",
+            same or len(tokens) == 1,
+            f"stop={word!r} is {len(tokens)} tokens of {codec.name}, and a stop is one{such}.",
         )
-        stops += map(int, tokens)
+        stops += [*same, *(tokens if len(tokens) == 1 else ())]
     return tuple(dict.fromkeys(stops))
+
+
+def _texts(codec: Tokenizer) -> dict[int, str]:
+    """Returns the text of every token that is one by itself: no mark, and no part of a letter."""
+    texts = ((t, codec.decode([t])) for t in range(codec.size))
+    return {t: text for t, text in texts if text and "\ufffd" not in text}
 
 
 def generate(
@@ -86,9 +101,11 @@ def generate(
         stops=stops,
         seed=config.seed,
         cache_format=cache_format(config),
+        check_memory=config.check_memory,
     )
     server.warm()
-    pieces, clock = Pieces(codec, on_text), Clock()
+    before = [() if is_chat else tokens[-BEFORE:].tolist() for tokens in encoded]
+    pieces, clock = Pieces(codec, on_text, before[0]), Clock()
 
     def on_tokens(number: int, tokens: list[int]) -> None:
         clock.count(len(tokens))
@@ -102,7 +119,8 @@ def generate(
         row[: len(tokens)] = tokens
     shown = [f"{p}\n" if is_chat else p for p in prompts]
     texts = [
-        p + codec.decode(_until_stop(o, stops)) for p, o in zip(shown, continuations)
+        p + decoded(codec, _until_stop(o, stops), b)
+        for p, o, b in zip(shown, continuations, before)
     ]
     return Result(texts, out, clock.prefill, clock.rate, server.cache_bytes)
 
@@ -138,30 +156,42 @@ class Clock:
 
 
 class Pieces:
-    """Hands out text as its tokens come."""
+    """Hands out text as its tokens come, which are decoded behind those `before`."""
 
-    def __init__(self, codec: Tokenizer, on_text: Callable[[str], None] | None):
-        self._codec, self._on_text = codec, on_text
-        self._tokens, self._written = [], ""
+    def __init__(
+        self,
+        codec: Tokenizer,
+        on_text: Callable[[str], None] | None,
+        before: Sequence[int] = (),
+    ):
+        self._codec, self._on_text, self._before = codec, on_text, before
+        self._tokens, self._num_letters = [], 0
 
     def add(self, tokens: list[int]) -> None:
         if self._on_text is None:
             return
         self._tokens += tokens
-        text = self._codec.decode(self._tokens)
-        if text.startswith(self._written) and not text.endswith("\ufffd"):
+        text = decoded(self._codec, self._tokens, self._before)
+        if not text.endswith("\ufffd"):
             self._hand_out(text)
 
     def end(self) -> None:
         """Hands out a letter that stayed incomplete, since no further token comes."""
-        text = self._codec.decode(self._tokens)
-        if text.startswith(self._written):
-            self._hand_out(text)
+        self._hand_out(decoded(self._codec, self._tokens, self._before))
 
     def _hand_out(self, text: str) -> None:
-        if self._on_text is not None and len(text) > len(self._written):
-            self._on_text(text[len(self._written) :])
-        self._written = text
+        """Hands out what is new. Letters that came out otherwise before are not taken back."""
+        if self._on_text is not None and len(text) > self._num_letters:
+            self._on_text(text[self._num_letters :])
+        self._num_letters = len(text)
+
+
+def decoded(codec: Tokenizer, tokens: Sequence[int], before: Sequence[int]) -> str:
+    """Returns the text of tokens that stand behind others."""
+    start, text = codec.decode([*before]), codec.decode([*before, *tokens])
+    if text.startswith(start):
+        return text[len(start) :]
+    return codec.decode([*tokens])
 
 
 def _until_stop(tokens: list[int], stops: tuple[int, ...]) -> list[int]:

@@ -18,7 +18,7 @@ from midtread.kernels import choose
 from midtread.kernels.add_norm import Sum
 from midtread.kernels.environment import here
 from midtread.kernels.gates import GATES, unwoven
-from midtread.kernels.pending import Left, Pending, collect, is_wanted
+from midtread.kernels.pending import Forms, Pending, collect, is_wanted
 from midtread.lm.config import Model
 from midtread.lm.mesh import keep_rows
 
@@ -81,11 +81,11 @@ def gated(x: jax.Array, wi_0: Linear, wi_1: Linear, activation: str) -> jax.Arra
     """Multiplies x by the two sides of an MLP, and gates one by the other: in one kernel, within a
     step, where they are woven."""
     if wi_0.is_woven and is_wanted():
-        with collect(gate=activation) as left:
+        with collect(gate=activation) as forms:
             both = wi_0(x)
-        out = left.gated(both)
+        out = forms.of(both).gated
         if out is not None:
-            return out
+            return out.reshape(*both.shape[:-1], -1)
         return GATES[activation].formula(*unwoven(both))
     return GATES[activation].formula(*side_by_side(x, wi_0, wi_1))
 
@@ -143,11 +143,11 @@ class Open(NamedTuple):
 
 
 def collect_in_a_step(x: jax.Array | Open, cache: Any):
-    """Notes what matmuls leave to the kernel that comes next, in a step of one token a
+    """Collects what matmuls leave to the kernel that comes next, in a step of one token a
     sequence where there are such kernels. There is no gradient in it."""
     tokens = (x.x if isinstance(x, Open) else x).shape[1]
     is_step = cache is not None and tokens == 1 and here().why_not("hopper") is None
-    return collect() if is_step else contextlib.nullcontext(Left())
+    return collect() if is_step else contextlib.nullcontext(Forms())
 
 
 def close(stream: jax.Array | Open) -> jax.Array:

@@ -144,17 +144,17 @@ class Layer(nnx.Module):
         """Returns the stream after attention, and the cache."""
         norm = self.pre_self_attention_layer_norm if self.is_before else None
         x, y = enter(stream, norm)
-        with collect_in_a_step(stream, cache) as left:
+        with collect_in_a_step(stream, cache) as forms:
             y, cache = self.self_attention(y, place, cache)
         y = self.post_attention_norm(y) if self.is_after else y
-        return Open(x, y, left.of(y)), cache
+        return Open(x, y, forms.of(y).pending), cache
 
     def feed(self, stream: jax.Array | Open, cache: Any = None):
         """Returns the stream after the MLP or the experts, and the router's load if any."""
         norm = self.post_self_attention_layer_norm if self.is_before else None
         x, y = enter(stream, norm)
         load = None
-        with collect_in_a_step(stream, cache) as left:
+        with collect_in_a_step(stream, cache) as forms:
             if self.sparse:
                 out, load = self.MoeBlock_0(y)
                 if hasattr(self, "shared_experts"):
@@ -162,7 +162,7 @@ class Layer(nnx.Module):
             else:
                 out = self.mlp(y)
         out = self.post_mlp_norm(out) if self.is_after else out
-        return Open(x, out, left.of(out)), load
+        return Open(x, out, forms.of(out).pending), load
 
     def balance(self, loads) -> jax.Array:
         """Returns the loss of the router, zero without one."""

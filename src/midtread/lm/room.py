@@ -246,5 +246,6 @@ def no_cache(slots: int, length: int, needed: int) -> str:
         fits = f"decode_slots={tokens // length}, or {tokens // slots:,} tokens each"
     return (
         f"{text}, and {device} has {human(free, 'B')} left. What would fit: {fits}, prompt "
-        "and max_new_tokens together; quantize_kvcache=true has a half or a quarter of it."
+        "and max_new_tokens together; quantize_kvcache=true has a half or a quarter of it; "
+        "check_memory=false tries all the same."
     )

@@ -67,7 +67,6 @@ def contract(
 def _contract(
     c: Contraction, lhs: Operand, rhs: Operand, accumulate: Any, env: Env
 ) -> jax.Array:
-    pending.begin()
     if accumulate is None and not (_is_low_bit(lhs) or _is_low_bit(rhs)):
         return c.run(lhs, rhs, by=xla)
     for operand in (lhs, rhs):
@@ -88,8 +87,8 @@ def _contract(
     if shape:
         whole = [shape.get(label, n) for label, n in zip(c.out, out.shape)]
         return views.crop_to(out, whole).astype(result)
-    out = out.astype(result)
-    pending.note_result(out)
+    form, out = pending.form_of(out), out.astype(result)
+    pending.note(out, **form._asdict())
     return out
 
 

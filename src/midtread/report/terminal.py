@@ -18,11 +18,13 @@ class Terminal:
         self.console = console or Console(highlight=False, quiet=quiet)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True)
+        self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def stream(self, text: str) -> None:
-        """Prints text as it comes, without a new line."""
-        self.console.print(escape(text), end="", soft_wrap=True)
+        """Prints a piece of a text as it is, where rich would expand tabs."""
+        if not self.console.quiet:
+            self.console.file.write(text)
+            self.console.file.flush()
 
     def config(self, changed: dict[str, Any], folder: pathlib.Path) -> None:
         self.say(" ".join(f"{k}={v}" for k, v in changed.items()) or "all at defaults")

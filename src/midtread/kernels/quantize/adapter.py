@@ -110,7 +110,7 @@ class Few(NamedTuple):
         matrix = a.x.reshape(-1, a.x.shape[-1])
         call = _few_call(a.spec.format, self.is_interpreted)
         codes, wide, scale = (part.reshape(shape) for part, shape in zip(call(matrix), (a.x.shape, a.x.shape, a.layout[1])))  # fmt: skip
-        pending.note_codes(codes, wide)
+        pending.note(codes, wide=wide)
         q = QArray(codes, scale, None, a.spec.format.qtype)
         return Quantized(q, q)
 

@@ -39,12 +39,16 @@ class FewCodes(NamedTuple):
         if not self.is_scaled_last:
             x = _values(few) if isinstance(few, QArray) else few.astype(jnp.bfloat16)
             return self.chosen.plan.run(_as_floats(a, self.side, x, a.dtype))
-        x = pending.in_bfloat16(few.qvalue)
+        x = pending.form_of(few.qvalue).wide
+        x = few.qvalue.astype(jnp.bfloat16) if x is None else x
         out = self.chosen.plan.run(_as_floats(a, self.side, x, jnp.float32))
         scale = few.scale.astype(jnp.float32)
         factor = views.lay_over(scale, a.labels[self.side], a.labels[2])
-        pending.note_rows(factor)
-        return views.broadcast_with(jnp.multiply, out, factor)
+        left = pending.form_of(out).pending
+        left = None if left is None else left.with_rows(factor)
+        out = views.broadcast_with(jnp.multiply, out, factor)
+        pending.note(out, pending=left)
+        return out
 
 
 def plan(a: Matmul, env: Env) -> FewCodes | Refusal:

@@ -66,20 +66,21 @@ class Hopper(NamedTuple):
     def run(self, a: WeightMatmul) -> jax.Array:
         is_plain = a.weight.side == "rhs" and list(a.weight.order) == sorted(a.weight.order)  # fmt: skip
         if pending.is_wanted() and is_plain and here().is_alone:
-            return a.result(self.leave(a.arrays()))
+            return self.leave(a)
         return a.result(self.multiply(a.arrays()))
 
-    def leave(self, a: WeightArrays) -> jax.Array:
-        """[M, N], scaled, and a note of how to compute it from what the kernel writes."""
-        given = a.x_MK, a.codes, *self._scales(a)
-        left = _parts_call(self, a.last is not None)(*given)
-        if left.parts.dtype == jnp.float32:
-            pending.note(left)
+    def leave(self, a: WeightMatmul) -> jax.Array:
+        """The result, and a note of how to compute it from what the kernel writes."""
+        of, gated = a.arrays(), None
+        given = of.x_MK, of.codes, *self._scales(of)
+        left = _parts_call(self, of.last is not None)(*given)
         gate, blocks = pending.gate_wanted(), self.planned[2]
         if gate is not None and blocks.split == blocks.cluster and self.dtype == jnp.bfloat16:  # fmt: skip
-            gated = _parts_call(self, a.last is not None, gate)(*given)
-            pending.note_gated(gated.total())
-        return left.total().astype(self.dtype)
+            gated = _parts_call(self, of.last is not None, gate)(*given).total()
+        out = a.result(left.total().astype(self.dtype))
+        is_left = left.parts.dtype == jnp.float32
+        pending.note(out, pending=left if is_left else None, gated=gated)
+        return out
 
     def multiply(self, a: WeightArrays) -> jax.Array:
         """[M, N], scaled."""
