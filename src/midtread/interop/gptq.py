@@ -221,9 +221,8 @@ def _in_order(words: np.ndarray, count: int) -> np.ndarray:
 def _modules(tensors: Mapping[str, Any]) -> list[str]:
     modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
     for module in modules:
-        for end in (".scales",):
-            if f"{module}{end}" not in tensors:
-                raise layouts.refuse(module, f"has a qweight, but no {end[1:]}")
+        if f"{module}.scales" not in tensors:
+            raise layouts.refuse(module, "has a qweight, but no scales")
     return modules
 
 
