@@ -91,6 +91,19 @@ def test_import_and_export_keep_every_bit(name, tmp_path, monkeypatch, capsys):
     )
 
 
+def test_null_switches_caps_off():
+    """Gemma 2's are 50 and 30 where config.json does not name them, and off with null."""
+    config = hf.read_json(ROOT / "gemma2" / "config.json")
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    for given, want in ((dict.fromkeys(caps), (0, 0)), ({}, (50, 30))):
+        rest = {k: v for k, v in config.items() if k not in caps}
+        got = config_json.settings_of({**rest, **given}, "gemma2")
+        assert (got["attn_logits_soft_cap"], got["final_logits_soft_cap"]) == want
+    m = Model(**config_json.settings_of({**config, **dict.fromkeys(caps)}, "gemma2"))
+    arch, about = config_json.config_of(m)
+    assert arch.model_type == "gemma2" and about[caps[0]] is about[caps[1]] is None
+
+
 def test_the_docs_list_every_architecture():
     page = (pathlib.Path(__file__).parents[2] / "docs/bring-your-model.md").read_text()
     rows = [f"| `{a.model_type}` | {a.models} |" for a in architectures.ARCHITECTURES]
