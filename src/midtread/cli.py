@@ -29,8 +29,6 @@ VERBS = {
 def _keep_compiled(folder: str) -> None:
     """Keeps programs that took a second or more to compile for the next command, unless
     JAX's own settings name another folder or turn this off."""
-    import pathlib
-
     import jax
 
     if not folder or jax.config.jax_compilation_cache_dir:
@@ -199,8 +197,6 @@ def _report(words: Sequence[str]) -> None:
 
 
 def _report_tflite(file: str) -> None:
-    import pathlib
-
     from midtread.lm.usage import UsageError, first_line, require
     from midtread.report.tflite import describe
 
@@ -212,8 +208,6 @@ def _report_tflite(file: str) -> None:
 
 
 def _report_runs(words: Sequence[str]) -> None:
-    import pathlib
-
     from midtread.lm import eval as evals
     from midtread.lm import settings
     from midtread.report import run

@@ -116,7 +116,11 @@ def test_what_is_written_is_read(tmp_path, key):
                 "a.c": True, "a.d": ["x", "é"], "a.e": [1, -2]}  # fmt: skip
     kinds = {k: (k, x.shape) for k in WRITTEN} | {"plain": ("F32", x.shape)}
     path = tmp_path / "w.gguf"
-    gguf.write(path, metadata, kinds, [*raw.values(), x])
+    with open(path, "wb") as out:
+        out.write(gguf.header(metadata, kinds))
+        for (kind, shape), array in zip(kinds.values(), [*raw.values(), x]):
+            assert array.nbytes == gguf.nbytes(kind, shape)
+            out.write(array.tobytes() + bytes(-array.nbytes % 32))
     file = gguf.GGUF(path)
     assert file.metadata == metadata
     np.testing.assert_array_equal(file["plain"], x)
@@ -126,7 +130,6 @@ def test_what_is_written_is_read(tmp_path, key):
     for kind in WRITTEN:
         loss = np.linalg.norm(file.floats(kind) - x) / np.linalg.norm(x)
         assert loss < most[kind], kind
-    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize(

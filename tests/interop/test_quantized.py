@@ -146,6 +146,62 @@ def test_what_is_not_read_is_named(tmp_path, name, change, message):
     assert str(path) in str(raised.value)
 
 
+def rewritten(path, change):
+    """Changes the tensors of a folder's only file: a dict of arrays by name."""
+    file = path / "model.safetensors"
+    reader = safetensors.Reader.of(str(file))
+    tensors = {k: np.array(reader.mapped(k)) for k in reader.tensors}
+    change(tensors)
+    listed = {k: huggingface.Tensor(v.shape, v.dtype) for k, v in tensors.items()}
+    safetensors.write(file, listed, tensors.values(), reader.metadata)
+    return path
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_parts_that_are_stored_as_something_else_are_named(tmp_path, name):
+    """The same bits, or the same numbers, in a dtype that a layout does not have."""
+    parts = quantized.open_model(FIXTURES / name).weights["a.weight"].tensors
+    for part in parts.values():
+
+        def bits(tensors, part=part):
+            size = tensors[part].dtype.itemsize
+            tensors[part] = tensors[part].view(
+                {1: "?", 2: "u2", 4: "u4", 8: "u8"}[size]
+            )
+            if tensors[part].dtype == np.uint32 and "mlx" in name:
+                tensors[part] = tensors[part].view("i4")
+
+        def numbers(tensors, part=part):
+            tensors[part] = tensors[part].astype(np.float32).astype(np.uint64)
+
+        for i, change in enumerate((bits, numbers)):
+            path = tmp_path / f"{part}{i}"
+            shutil.copytree(FIXTURES / name, path)
+            with pytest.raises(
+                ValueError, match="should be|, not |not in e4m3"
+            ) as raised:
+                quantized.open_model(rewritten(path, change))
+            assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq-desc_act", lambda t: t.pop("a.g_idx"), "no g_idx, though desc_act"),
+        ("compressed-tensors-W4A16_ASYM", lambda t: t.pop("a.weight_zero_point"),
+         "has no weight_zero_point"),
+        ("compressed-tensors-W8A8",
+         lambda t: t.update({"a.weight_scale": t["a.weight_scale"].reshape(1, -1)}),
+         r"weight_scale is \(1, 32\), and should be \(32, 1\)"),
+    ],
+)  # fmt: skip
+def test_what_a_scheme_speaks_of_is_there(tmp_path, name, change, message):
+    path = tmp_path / name
+    shutil.copytree(FIXTURES / name, path)
+    with pytest.raises(ValueError, match=message):
+        quantized.open_model(rewritten(path, change))
+
+
 def described(path, change):
     """A folder of torchao whose metadata `change` has been at."""
     shutil.copytree(FIXTURES / "torchao-int8-dynamic", path)

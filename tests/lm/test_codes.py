@@ -13,6 +13,7 @@ from midtread.interop.huggingface import Folder, write_tensors
 from midtread.lm import convert, settings
 from midtread.model.boxes import WithAux
 from tests.interop.test_export import CONFIG, tensors
+from tests.interop.test_quantized import rewritten
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,42 @@ def test_a_quantized_folder_runs_on_its_codes(folder, tmp_path, name):
     assert {b.how.format.name for b in boxes} == {targets.TARGETS[name].qtype}
     tolerance = 0.1 if name == "fp8_block" else 1e-4  # its activations are in fp8 too
     np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        (
+            "w8a8",
+            "weight_scale",
+            lambda x: None,
+            "is int8, and no weight: its scales are",
+        ),
+        ("fp8", "weight_scale", lambda x: None, "is float8_e4m3fn, and no weight"),
+        ("w4a16", "weight_shape", lambda x: x[:, None], "up_proj.weight: "),
+        ("hf", "model.norm.weight", lambda x: x.view("i4"), "is int32, and no weight"),
+    ],
+)
+def test_damage_is_one_line(folder, tmp_path, capsys, name, part, change, message):
+    """Also what is only found out when a tensor is read, and not when a folder is opened."""
+    path = tmp_path / "coded"
+    tensor = part if "." in part else f"model.layers.0.mlp.up_proj.{part}"
+    if name == "hf":
+        write_tensors(path, tensors(), CONFIG)
+    else:
+        export.export(folder, path, name)
+
+    def damage(held):
+        made = change(held.pop(tensor))
+        held |= {} if made is None else {tensor: made}
+
+    rewritten(path, damage)
+    out = tmp_path / "out"
+    words = ["quantization=int8w", f"save_quantized_params_path={out}"]
+    assert cli.main(["quantize", str(path), *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and message in said and ".." not in said
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_adapters_are_trained_on_codes(folder, tmp_path):

@@ -14,7 +14,14 @@ from flax import nnx
 
 from midtread import cli
 from midtread.interop import huggingface as hf
-from midtread.lm import architectures, config_json, convert, data, settings
+from midtread.lm import (
+    architectures,
+    config_json,
+    convert,
+    data,
+    huggingface,
+    settings,
+)
 from midtread.lm import cache as kv
 from midtread.lm import eval as evals
 from midtread.lm.config import Model
@@ -89,6 +96,82 @@ def test_import_and_export_keep_every_bit(name, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(
         listed(tokens).logits, scanned(tokens).logits, atol=1e-5, rtol=1e-5
     )
+
+
+def changed(tmp_path, name, change):
+    """A folder whose config.json says something else."""
+    path = tmp_path / name
+    shutil.copytree(ROOT / name, path)
+    about = hf.read_json(path / "config.json")
+    about = {k: v for k, v in about.items() if k not in {"rope_parameters", *change}}
+    (path / "config.json").write_text(json.dumps({**about, **change}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama2", {}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("gemma2", {"query_pre_attn_scalar": 8}),
+        (
+            "gemma3",
+            {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 3},
+        ),
+    ],
+)
+def test_a_gguf_file_says_what_the_folder_says(name, change, tmp_path, capsys):
+    path, file = changed(tmp_path, name, change), tmp_path / "a.gguf"
+    words = ["format=q8_0", f"export_path={file}"]
+    assert cli.main(["export", str(path), *words]) == 0
+    folder, again = (
+        Model(**config_json.settings_of(huggingface.open_model(p).config, str(p)))
+        for p in (path, file)
+    )
+    assert again == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {}, "use_sliding_window=True has no place in GGUF"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=False has no place"),
+        ("gemma2", {"query_pre_attn_scalar": 12}, "llama.cpp's gemma2 has 8"),
+        ("gemma2", {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None},
+         "attn_logit_softcapping=None has no place"),
+        ("gemma3", {"query_pre_attn_scalar": 8}, "layer_types="),
+        ("gemma3", {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 3,
+                    "rope_parameters": {
+                        "full_attention": {"rope_type": "linear", "factor": 8.0},
+                        "sliding_attention": {"rope_type": "default"}}},
+         "rope_type 'linear' is not written"),
+        ("llama2", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_has_otherwise_is_refused(
+    name, change, message, tmp_path, capsys
+):
+    path, file = changed(tmp_path, name, change), tmp_path / "a.gguf"
+    assert cli.main(["export", str(path), "format=q8_0", f"export_path={file}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and message in said
+    assert not list(tmp_path.glob("a.gguf*"))
+
+
+def test_null_switches_caps_off():
+    """Gemma 2's are 50 and 30 where config.json does not name them, and off with null."""
+    config = hf.read_json(ROOT / "gemma2" / "config.json")
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    for given, want in ((dict.fromkeys(caps), (0, 0)), ({}, (50, 30))):
+        rest = {k: v for k, v in config.items() if k not in caps}
+        got = config_json.settings_of({**rest, **given}, "gemma2")
+        assert (got["attn_logits_soft_cap"], got["final_logits_soft_cap"]) == want
+    m = Model(**config_json.settings_of({**config, **dict.fromkeys(caps)}, "gemma2"))
+    arch, about = config_json.config_of(m)
+    assert arch.model_type == "gemma2" and about[caps[0]] is about[caps[1]] is None
 
 
 def test_the_docs_list_every_architecture():

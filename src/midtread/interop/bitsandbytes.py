@@ -26,6 +26,7 @@ from midtread.numerics.qarray import QArray
 
 STATE = ".quant_state.bitsandbytes__"
 _ROLES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_DTYPES = {"weight": ("uint8",), **dict.fromkeys(_ROLES, layouts.FLOATS)}
 
 
 def find(tensors: Mapping[str, Any], config: Mapping[str, Any], read_tensor) -> Found:
@@ -82,7 +83,8 @@ def _four_bits(tensors, weight: str, raw: np.ndarray, state: str) -> Weight:
     if nested and int(np.prod(tensors[names["nested_quant_map"]].shape)) != 256:
         raise layouts.refuse(weight, "its nested_quant_map has not 256 levels")
     read = lambda arrays: read_nf4(arrays, shape, size, nested, offset, weight)
-    return Weight(shape, names, read)
+    dtypes = {**_DTYPES, "absmax": ("uint8",)} if nested else _DTYPES
+    return Weight(shape, names, read, dtypes)
 
 
 def read_nf4(
@@ -126,7 +128,8 @@ def _eight_bits(tensors, module: str) -> Weight:
         raise layouts.refuse(module, "has an SCB, but no matrix of codes")
     shape = tuple(tensors[names["weight"]].shape)
     layouts.expect(module, "SCB", tuple(tensors[names["SCB"]].shape), shape[:1])
-    return Weight(shape, names, read_int8)
+    dtypes = {"weight": ("int8",), "SCB": layouts.FLOATS}
+    return Weight(shape, names, read_int8, dtypes)
 
 
 def read_int8(arrays: Arrays) -> QArray:

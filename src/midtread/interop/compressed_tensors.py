@@ -45,6 +45,21 @@ PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 FOUR_BITS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 _ENDS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point",
          "weight_g_idx", "weight_global_scale")  # fmt: skip
+_SCALES = {"weight_scale": layouts.FLOATS, "weight_global_scale": layouts.FLOATS}
+_CODES = {
+    **_SCALES, "weight": ("int8", "float8_e4m3fn"),
+    "weight_zero_point": ("int8", "float8_e4m3fn"),
+}  # fmt: skip
+_DTYPES = {
+    PACKED: {
+        **_SCALES, "weight_packed": layouts.WORDS, "weight_zero_point": layouts.WORDS,
+        "weight_shape": layouts.NUMBERS, "weight_g_idx": layouts.NUMBERS,
+    },
+    **{kind: _CODES for kind in PLAIN},
+    "nvfp4-pack-quantized": {
+        **_SCALES, "weight_packed": ("uint8",), "weight_scale": ("float8_e4m3fn",)},
+    "mxfp4-pack-quantized": {"weight_packed": ("uint8",), "weight_scale": ("uint8",)},
+}  # fmt: skip
 _ACTIVATIONS = re.compile(r".*\.(input|output|k|v|q)_(scale|zero_point|global_scale)")
 
 
@@ -149,8 +164,9 @@ def _weight(tensors, module: str, group, config) -> Weight:
             )
         rows, words = _pair(module, shape_of("weight_packed"))
         shape = _columns_of(module, rows, words, bits, shape_of("weight_scale"), args)
+        _check_scales(module, names, shape, shape_of("weight_scale"), args)
         read = lambda arrays: read_packed(arrays, bits, module)
-        return Weight(shape, names, read)
+        return _of_kind(module, kind, shape, names, read)
     if kind in FOUR_BITS:
         _require(module, names, "weight_packed")
         rows, half = _pair(module, shape_of("weight_packed"))
@@ -159,7 +175,7 @@ def _weight(tensors, module: str, group, config) -> Weight:
         if kind.startswith("nv"):
             _require(module, names, "weight_global_scale")
         read = read_nvfp4 if kind.startswith("nv") else read_mxfp4
-        return Weight((rows, half * 2), names, read)
+        return _of_kind(module, kind, (rows, half * 2), names, read)
     if kind in PLAIN:
         names["weight"] = f"{module}.weight"
         if names["weight"] not in tensors:
@@ -175,12 +191,37 @@ def _weight(tensors, module: str, group, config) -> Weight:
                 module, f"{bits!r} bits of {args.get('type')} are not read"
             )
         block = args.get("block_structure")
+        _check_scales(module, names, shape, shape_of("weight_scale"), args)
         read = lambda arrays: read_plain(arrays, bits, block, module)
-        return Weight(shape, names, read)
+        return _of_kind(module, kind, shape, names, read)
     known = ", ".join([PACKED, *PLAIN, *FOUR_BITS])
     raise layouts.refuse(
         module, f"format {kind!r} of compressed-tensors is not read; {known} are"
     )
+
+
+def _check_scales(module: str, names, shape, scale: tuple[int, ...], args) -> None:
+    """Scales, and zero points, are those that the scheme speaks of."""
+    rows, columns = shape
+    size = args.get("group_size")
+    groups = -(-columns // size) if type(size) is int and size > 0 else 1
+    wanted = {
+        "tensor": ((1,), (1, 1), ()),
+        "channel": ((rows, 1), (rows,)),
+        "group": ((rows, groups),),
+    }.get(args.get("strategy"))
+    if wanted is not None and scale not in wanted:
+        layouts.expect(module, "weight_scale", scale, wanted[0])
+    if args.get("symmetric") is False:
+        _require(module, names, "weight_zero_point")
+
+
+def _of_kind(module: str, kind: str, shape, names: dict[str, str], read) -> Weight:
+    """Returns a weight of tensors that belong to its format; another is refused."""
+    dtypes = _DTYPES[kind]
+    for end in sorted(names.keys() - dtypes.keys()):
+        raise layouts.refuse(module, f"has a {end}, which {kind} does not")
+    return Weight(shape, names, read, dtypes)
 
 
 def _require(module: str, names: Mapping[str, str], *ends: str) -> None:
@@ -258,11 +299,13 @@ def read_plain(
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
     if block is not None:
         scale = whole_blocks(scale, codes.shape, tuple(block), where)
-    if zero is not None:
-        zero = zero.reshape(scale.shape).astype(FORMATS[f"int{bits}"].dtype)
     if codes.dtype == E4M3:
+        if zero is not None and np.any(zero.astype(np.float32)):
+            raise layouts.refuse(where, "its codes are floats, and have zero points")
         return _checked(QArray(codes, scale, None, E4M3), where)
-    codes = codes.astype(FORMATS[f"int{bits}"].dtype)
+    dtype = FORMATS[f"int{bits}"].dtype
+    codes = codes.astype(dtype)
+    zero = None if zero is None else zero.reshape(scale.shape).astype(dtype)
     return _checked(layouts.integers(codes, scale, zero, bits), where)
 
 

@@ -349,7 +349,8 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
     one."""
     order = list(source.tensors)
     spec, weights = spec_of(target), frozenset(planned.weights)
-    dtype = _DTYPES.get(source.config.get("torch_dtype"), np.dtype(np.float32))
+    stored = source.config.get("dtype", source.config.get("torch_dtype"))
+    dtype = _DTYPES.get(str(stored), np.dtype(np.float32))
     progress = Progress(work.num_done, len(order))
     schemes: dict[str, Any] = {m: _scheme(s) for m, s in work.schemes.items()}
     waiting: dict[str, np.ndarray] = {}

@@ -271,7 +271,6 @@ def _shards(listed: Mapping[str, Tensor], most: int) -> list[list[str]]:
 
 
 def write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file beside its place, and moves it there whole."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, file)
+    """Writes a JSON file whole, or not at all."""
+    with safetensors.replacing(str(file)) as out:
+        out.write(f"{json.dumps(content, indent=2)}\n".encode())

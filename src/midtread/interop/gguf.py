@@ -12,7 +12,7 @@ in it is checked before it is used; `file[name]` reads one tensor.
     file["blk.0.ffn_up.weight"]                QArray(int4 ...): codes stay codes
     file.floats("blk.0.ffn_up.weight")         float32, as llama.cpp dequantizes
 
-`write` makes such a file tensor by tensor, each made when its turn comes.
+`header` makes all of a file but the tensors, which gguf_export.py writes behind it.
 
 Shapes are as in numpy, [rows, columns]; blocks lie along columns. Llama's query and key rows
 lie in the order of llama.cpp's rotary embedding, which turns neighbours; `half_turned` puts
@@ -22,7 +22,7 @@ them in the order of everyone else's, which turns the two halves of a head.
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -310,35 +310,6 @@ def _coded(value: Any, key: str, inside: bool = False) -> tuple[int, bytes]:
             except (struct.error, OverflowError):
                 break
     raise ValueError(f"the key {key!r} cannot be written to GGUF: {value!r:.60}.")
-
-
-def write(
-    path: Any,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    data: Iterable[np.ndarray],
-) -> None:
-    """Writes a file; it gets its name once it is whole.
-
-    Args:
-        path: of the file.
-        metadata: see `header`.
-        tensors: kind and shape of each.
-        data: their bytes, one array after the other, in that order.
-    """
-    path = os.fspath(path)
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        file.write(header(metadata, tensors))
-        for (name, (kind, shape)), array in zip(tensors.items(), data, strict=True):
-            raw = np.ascontiguousarray(array)
-            if raw.nbytes != nbytes(kind, shape):
-                raise ValueError(
-                    f"{name}: {raw.nbytes} bytes are not a {kind} tensor {list(shape)}."
-                )
-            file.write(raw.reshape(-1).view(np.uint8).data)
-            file.write(bytes(-raw.nbytes % _ALIGN))
-    os.replace(partial, path)
 
 
 def half_turned(x: Any, num_heads: int) -> Any:

@@ -100,33 +100,18 @@ def _flat(code: np.ndarray) -> np.ndarray:
     return code.reshape(len(code), -1).astype(np.int8)
 
 
-def _fifth_bits(raw: np.ndarray) -> np.ndarray:
-    """Returns four bytes of each block as 32 bits, [blocks, 32]."""
-    return np.unpackbits(np.ascontiguousarray(raw), axis=1, bitorder="little")
-
-
 # --- blocks of 32 ----------------------------------------------------------------------------
 
 
-def _read_q4_0(raw: np.ndarray) -> Parts:
-    return Parts(_flat(_planes(raw[:, 2:], 4)) - np.int8(8), _half(raw[:, :2]))
-
-
-def _read_q4_1(raw: np.ndarray) -> Parts:
-    return Parts(_flat(_planes(raw[:, 4:], 4)), _half(raw[:, :2]), _half(raw[:, 2:4]))
-
-
-def _five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    return _flat(_planes(low, 4)) | (_fifth_bits(high).astype(np.int8) << 4)
-
-
-def _read_q5_0(raw: np.ndarray) -> Parts:
-    return Parts(_five_bits(raw[:, 2:6], raw[:, 6:]) - np.int8(16), _half(raw[:, :2]))
-
-
-def _read_q5_1(raw: np.ndarray) -> Parts:
-    code = _five_bits(raw[:, 4:8], raw[:, 8:])
-    return Parts(code, _half(raw[:, :2]), _half(raw[:, 2:4]))
+def _read_32(raw: np.ndarray, bits: int, is_affine: bool) -> Parts:
+    """Reads a scale, perhaps an offset, the fifth bits of all codes, and then the low four."""
+    scale, rest = _half(raw[:, :2]), raw[:, 4 if is_affine else 2 :]
+    code = _flat(_planes(rest[:, -16:], 4))
+    if bits == 5:
+        code |= _flat(np.unpackbits(rest[:, :4], axis=1, bitorder="little")) << 4
+    if is_affine:
+        return Parts(code, scale, _half(raw[:, 2:4]))
+    return Parts(code - np.int8(1 << (bits - 1)), scale)
 
 
 def _read_q8_0(raw: np.ndarray) -> Parts:
@@ -218,53 +203,38 @@ def _away(x: np.ndarray) -> np.ndarray:
     return np.trunc(x + np.copysign(0.5, x))
 
 
-def _encode_symmetric(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns unsigned codes and d: the value of largest magnitude gets the lowest code."""
+def _packed_32(code: np.ndarray, bits: int, *heads: np.ndarray) -> np.ndarray:
+    """Returns what `_read_32` undoes, of unsigned codes, and `_read_q8_0`, of signed ones."""
+    if bits == 8:
+        return np.concatenate([_halves(*heads), code.view(np.uint8)], axis=1)
+    fifth = [np.packbits(code >> 4 & 1, axis=1, bitorder="little")]
+    parts = [_halves(*heads), *(fifth if bits == 5 else []), _packed(code, 4)]
+    return np.concatenate(parts, axis=1)
+
+
+def _encode_symmetric(x: np.ndarray, bits: int) -> np.ndarray:
+    """Returns blocks of 32 without offsets: the value of largest magnitude gets the lowest
+    code."""
     largest = np.take_along_axis(x, np.abs(x).argmax(-1, keepdims=True), -1)
     half = 1 << (bits - 1)
     d = largest / np.float32(-half)
     units = x.astype(np.float64) * _inverse(d).astype(np.float64)
-    return np.trunc(units + (half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8), d
+    code = np.trunc(units + (half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
+    return _packed_32(code, bits, d)
 
 
-def _encode_affine(x: np.ndarray, bits: int):
-    """Returns unsigned codes, d and m: the lowest value gets code 0, the highest the last."""
+def _encode_affine(x: np.ndarray, bits: int) -> np.ndarray:
+    """Returns blocks of 32 with offsets: the lowest value gets code 0, the highest the last."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     d = (high - low) / np.float32((1 << bits) - 1)
     units = (x - low).astype(np.float64) * _inverse(d).astype(np.float64)
     code = np.trunc(units + 0.5).clip(0, (1 << bits) - 1).astype(np.uint8)
-    return code, d, low
-
-
-def _encode_q4_0(x: np.ndarray) -> np.ndarray:
-    code, d = _encode_symmetric(x, 4)
-    return np.concatenate([_halves(d), _packed(code, 4)], axis=1)
-
-
-def _encode_q4_1(x: np.ndarray) -> np.ndarray:
-    code, d, m = _encode_affine(x, 4)
-    return np.concatenate([_halves(d, m), _packed(code, 4)], axis=1)
-
-
-def _fifth_packed(code: np.ndarray) -> np.ndarray:
-    return np.packbits(code >> 4 & 1, axis=1, bitorder="little")
-
-
-def _encode_q5_0(x: np.ndarray) -> np.ndarray:
-    code, d = _encode_symmetric(x, 5)
-    return np.concatenate([_halves(d), _fifth_packed(code), _packed(code, 4)], axis=1)
-
-
-def _encode_q5_1(x: np.ndarray) -> np.ndarray:
-    code, d, m = _encode_affine(x, 5)
-    parts = [_halves(d, m), _fifth_packed(code), _packed(code, 4)]
-    return np.concatenate(parts, axis=1)
+    return _packed_32(code, bits, d, low)
 
 
 def _encode_q8_0(x: np.ndarray) -> np.ndarray:
     d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
-    code = _away(x * _inverse(d)).astype(np.int8)
-    return np.concatenate([_halves(d), code.view(np.uint8)], axis=1)
+    return _packed_32(_away(x * _inverse(d)).astype(np.int8), 8, d)
 
 
 def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
@@ -405,12 +375,21 @@ def _encode_q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([low, high, scale.view(np.uint8), _halves(d)], axis=1)
 
 
+def _of_32(bits: int, is_affine: bool) -> tuple[Callable, Callable]:
+    """Returns reader and writer of blocks of 32 codes of 4 or 5 bits."""
+    encode = _encode_affine if is_affine else _encode_symmetric
+    return (
+        lambda raw: _read_32(raw, bits, is_affine),
+        lambda x: encode(x, bits),
+    )
+
+
 ROWS = [
     #     name   number size bytes tile  here     read        write
-    Block("Q4_0",     2,  32,   18,  32, "int4",  _read_q4_0, _encode_q4_0),
-    Block("Q4_1",     3,  32,   20,  32, "int4",  _read_q4_1, _encode_q4_1),
-    Block("Q5_0",     6,  32,   22,  32, "int5",  _read_q5_0, _encode_q5_0),
-    Block("Q5_1",     7,  32,   24,  32, "int5",  _read_q5_1, _encode_q5_1),
+    Block("Q4_0",     2,  32,   18,  32, "int4",  *_of_32(4, is_affine=False)),
+    Block("Q4_1",     3,  32,   20,  32, "int4",  *_of_32(4, is_affine=True)),
+    Block("Q5_0",     6,  32,   22,  32, "int5",  *_of_32(5, is_affine=False)),
+    Block("Q5_1",     7,  32,   24,  32, "int5",  *_of_32(5, is_affine=True)),
     Block("Q8_0",     8,  32,   34,  32, "int8",  _read_q8_0, _encode_q8_0),
     Block("Q2_K",    10, 256,   84,  16, "int2",  _read_q2_k),
     Block("Q3_K",    11, 256,  110,  16, "int3",  _read_q3_k),
@@ -469,13 +448,10 @@ def write_codes(q: QArray) -> np.ndarray:
     if name == "MXFP4":
         head = scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
         return np.concatenate([head, _packed(codes.view(np.uint8), 4)], axis=1)
-    if name == "Q8_0":
-        return np.concatenate([_halves(scale), codes.view(np.uint8)], axis=1)
-    half = 1 << (q.format.bits - 1)
-    raw = (codes.astype(np.int8) + np.int8(half)).astype(np.uint8)
-    heads = _halves(scale)
+    bits, heads = q.format.bits, [scale]
+    if bits < 8:
+        codes = (codes.astype(np.int8) + np.int8(1 << (bits - 1))).astype(np.uint8)
     if q.zero_point is not None:
         zero = np.asarray(q.zero_point).astype(np.float32).reshape(-1, 1)
-        heads = _halves(scale, -(zero + half) * scale)
-    high = [_fifth_packed(raw)] if q.format.bits == 5 else []
-    return np.concatenate([heads, *high, _packed(raw, 4)], axis=1)
+        heads.append(-(zero + (1 << (bits - 1))) * scale)
+    return _packed_32(codes, bits, *heads)

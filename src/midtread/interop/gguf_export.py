@@ -63,6 +63,8 @@ def export(
             f"{source.name}: model_type {about.get('model_type')!r} is not written to GGUF; "
             f"{known} are."
         )
+    about = gguf_models.flat(about, source.name)
+    gguf_models.check_keys(about, model, source.name)
     names = _names(source, model)
     kinds, odd = _kinds(source, names, kind, skip)
     for note in (*odd, *_half_scales(source, names, kinds)):
@@ -240,16 +242,7 @@ def encoded(x: np.ndarray, kind: str) -> np.ndarray:
 def metadata_of(
     config: Mapping[str, Any], model, source: Any, kind: str
 ) -> dict[str, Any]:
-    """Returns the keys that config.json amounts to."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretch = rope.get("rope_type", rope.get("type", "default"))
-    if stretch not in ("default", None):
-        raise layouts.refuse(
-            source.name, f"rope_type {stretch!r} is not written to GGUF; 'default' is"
-        )
-    given = {**rope, **config}
-    if isinstance(rope.get("full_attention"), Mapping):
-        given = {**rope["full_attention"], **config}
+    """Returns the keys that a config.json amounts to, see `gguf_models.flat`."""
     out: dict[str, Any] = {
         "general.architecture": model.name,
         "general.name": str(
@@ -259,16 +252,15 @@ def metadata_of(
         "general.file_type": _FILE_TYPES[kind],
     }
     for key, name in gguf_models.CONFIG.items():
-        value = given.get(name)
+        value = config.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             is_float = key in (
                 "attention.layer_norm_rms_epsilon",
                 "rope.freq_base",
             ) or ("softcapping" in key)
             out[f"{model.name}.{key}"] = float(value) if is_float else int(value)
-    heads = given.get("num_attention_heads", 1)
-    size = given.get("head_dim") or given["hidden_size"] // heads
-    share = given.get("partial_rotary_factor", 1.0)
+    size = gguf_models.head_dim(config)
+    share = config.get("partial_rotary_factor", 1.0)
     out[f"{model.name}.rope.dimension_count"] = int(size * share)
     out[f"{model.name}.attention.key_length"] = size
     out[f"{model.name}.attention.value_length"] = size

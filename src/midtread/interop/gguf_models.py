@@ -16,7 +16,7 @@ One table, `KINDS`, says which of these an architecture has, and serves writing 
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ class Kind:
         inside: names inside a layer that are not in `INSIDE`.
         turns_neighbours: rows of queries and keys lie for that.
         norm_offset: what norms have been added.
-        keys: of config.json, that are so in every model of the kind.
+        keys: of config.json, that are so in every model of the kind: values, or functions
+            of the rest. A file is read with them, and a model that has others is not written.
     """
 
     name: str
@@ -80,17 +81,51 @@ class Kind:
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+def _gemma(period: int, layers_of_27b: int) -> dict[str, Any]:
+    """Returns what llama.cpp takes as given in Gemma's kinds: of `period` layers one sees all,
+    and logits are divided by the root of a head's width, except in the model of 27B."""
+
+    def kinds(config: Mapping[str, Any]) -> list[str]:
+        count = int(config["num_hidden_layers"])
+        return [
+            "sliding_attention" if (i + 1) % period else "full_attention"
+            for i in range(count)
+        ]
+
+    def scalar(config: Mapping[str, Any]) -> float:
+        if config["num_hidden_layers"] == layers_of_27b:
+            return config["hidden_size"] // config["num_attention_heads"]
+        return head_dim(config)
+
+    return {"hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds,
+            "query_pre_attn_scalar": scalar}  # fmt: skip
+
+
+def _or(key: str, default: float) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda config: config.get(key) or default
+
+
+_SILU = {"hidden_act": "silu"}
+_QWEN = {**_SILU, "use_sliding_window": False}
+_QWEN3 = {**_QWEN, "attention_bias": False}
+_GEMMA2 = {
+    **_gemma(2, layers_of_27b=46),
+    "attn_logit_softcapping": _or("attn_logit_softcapping", 50.0),
+    "final_logit_softcapping": _or("final_logit_softcapping", 30.0),
+}
+_GEMMA3 = {
+    **_gemma(6, layers_of_27b=62), "attn_logit_softcapping": None, "rope_local_base_freq": 10000.0
+}  # fmt: skip
 KINDS = [
     #    llama.cpp   model_type     class                      names
-    Kind("llama",    "llama",       "LlamaForCausalLM",        _TWO_NORMS, turns_neighbours=True),
-    Kind("qwen2",    "qwen2",       "Qwen2ForCausalLM",        _TWO_NORMS),
-    Kind("qwen3",    "qwen3",       "Qwen3ForCausalLM",        _TWO_NORMS),
+    Kind("llama",    "llama",       "LlamaForCausalLM",        _TWO_NORMS, turns_neighbours=True, keys=_SILU),
+    Kind("qwen2",    "qwen2",       "Qwen2ForCausalLM",        _TWO_NORMS, keys=_QWEN),
+    Kind("qwen3",    "qwen3",       "Qwen3ForCausalLM",        _TWO_NORMS, keys=_QWEN3),
     Kind("qwen3moe", "qwen3_moe",   "Qwen3MoeForCausalLM",     {**_TWO_NORMS, **_QWEN_EXPERTS},
-         keys={"norm_topk_prob": True}),
-    Kind("phi3",     "phi3",        "Phi3ForCausalLM",         {**_TWO_NORMS, **_FUSED}),
-    Kind("gemma2",   "gemma2",      "Gemma2ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA),
-    Kind("gemma3",   "gemma3_text", "Gemma3ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA),
+         keys={**_QWEN3, "norm_topk_prob": True}),
+    Kind("phi3",     "phi3",        "Phi3ForCausalLM",         {**_TWO_NORMS, **_FUSED}, keys=_SILU),
+    Kind("gemma2",   "gemma2",      "Gemma2ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA2),
+    Kind("gemma3",   "gemma3_text", "Gemma3ForCausalLM",       _FOUR_NORMS, norm_offset=1.0, keys=_GEMMA3),
 ]  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 BY_TYPE = {kind.model_type: kind for kind in KINDS}
@@ -115,6 +150,51 @@ CONFIG = {
 }
 _MUST = ("context_length", "embedding_length", "block_count", "feed_forward_length",
          "attention.head_count", "attention.layer_norm_rms_epsilon")  # fmt: skip
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Returns the width of a head."""
+    given = config.get("head_dim")
+    return given or config["hidden_size"] // config["num_attention_heads"]
+
+
+def flat(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a config.json with what it says of the rotary embedding among its other keys.
+
+    Raises:
+        ValueError: the embedding is stretched, which is not written.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise layouts.refuse(where, f"rope parameters {rope!r:.80} are no object")
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention") or rope
+    for given in (rope, local):
+        stretch = given.get("rope_type", given.get("type", "default"))
+        if stretch not in ("default", None):
+            raise layouts.refuse(
+                where, f"rope_type {stretch!r} is not written to GGUF; 'default' is"
+            )
+    near = (
+        {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    )
+    count = config.get("num_experts", config.get("num_local_experts"))
+    return {**rope, **config, **near, **({"num_experts": count} if count else {})}
+
+
+def check_keys(config: Mapping[str, Any], kind: Kind, where: str) -> None:
+    """Raises ValueError if a model has something that llama.cpp has otherwise in its kind."""
+    for key, value in kind.keys.items():
+        wanted = value(config) if callable(value) else value
+        given = config.get(key, wanted)
+        if given is None and key not in CONFIG.values():
+            continue  # what models of the kind have
+        if given != wanted:
+            raise layouts.refuse(
+                where,
+                f"{key}={given!r:.80} has no place in GGUF: llama.cpp's {kind.name} has "
+                f"{wanted!r:.80}",
+            )
 
 
 class GGUFModel:
@@ -157,7 +237,11 @@ class GGUFModel:
                 raise layouts.refuse(
                     self.name, f"its key {self.model.name}.{key} is {value!r:.60}"
                 )
-        known = {v: self._key(k) for k, v in CONFIG.items() if self._key(k) is not None}
+        known = {
+            v: _as_written(self._key(k))
+            for k, v in CONFIG.items()
+            if self._key(k) is not None
+        }
         if "token_embd.weight" not in self.file:
             raise layouts.refuse(self.name, "it has no tensor token_embd.weight")
         rows = self.file.tensors["token_embd.weight"].shape[0]
@@ -165,11 +249,16 @@ class GGUFModel:
             "model_type": self.model.model_type,
             "architectures": [self.model.class_name],
             "vocab_size": rows,
-            "hidden_act": "silu",
             "tie_word_embeddings": "output.weight" not in self.file,
-            **self.model.keys,
+            "attention_bias": "blk.0.attn_q.bias" in self.file,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.file,
             **known,
         }
+        for key, value in self.model.keys.items():
+            about[key] = value(about) if callable(value) else value
+        turned = self._key("rope.dimension_count")
+        if turned is not None and turned != head_dim(about):
+            about["partial_rotary_factor"] = turned / head_dim(about)
         for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
             number = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
             if number is not None:
@@ -239,6 +328,11 @@ class GGUFModel:
         if self.model.norm_offset and name.endswith("norm.weight"):
             array = array - np.asarray(self.model.norm_offset, array.dtype)
         return array
+
+
+def _as_written(value: Any) -> Any:
+    """Returns a number of a file's 32 bits with the digits that somebody wrote."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def llama3_factors(base: float, count: int, given: Mapping[str, Any]) -> np.ndarray:

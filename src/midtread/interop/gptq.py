@@ -28,6 +28,8 @@ from midtread.numerics.qarray import QArray
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AWQ: the column that each nibble of a word holds
 _ENDS = (".qweight", ".qzeros", ".scales", ".g_idx")
+_DTYPES = {"qweight": layouts.WORDS, "qzeros": layouts.WORDS, "scales": layouts.FLOATS,
+           "g_idx": layouts.NUMBERS}  # fmt: skip
 
 
 # --- GPTQ ------------------------------------------------------------------------------------
@@ -54,6 +56,8 @@ def find_gptq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         _check_groups(module, config, groups, count)
         names = {end[1:]: f"{module}{end}" for end in _ENDS}
         if names["g_idx"] not in tensors:
+            if config.get("desc_act") is True:
+                raise layouts.refuse(module, "has no g_idx, though desc_act is true")
             del names["g_idx"]
         else:
             layouts.expect(
@@ -62,7 +66,7 @@ def find_gptq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         read = lambda arrays, n=count, w=module: read_gptq(
             arrays, bits, n, stored_less, w
         )
-        weights[f"{module}.weight"] = Weight((out, count), names, read)
+        weights[f"{module}.weight"] = Weight((out, count), names, read, _DTYPES)
     notes = (layouts.SCATTERED,) if config.get("desc_act") is True else ()
     return Found(weights, notes=notes)
 
@@ -163,7 +167,7 @@ def find_awq(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
             raise layouts.refuse(module, "has no qzeros, though zero_point is true")
         else:
             del names["qzeros"]
-        weights[f"{module}.weight"] = Weight((out, count), names, read_awq)
+        weights[f"{module}.weight"] = Weight((out, count), names, read_awq, _DTYPES)
     return Found(weights)
 
 
@@ -221,9 +225,8 @@ def _in_order(words: np.ndarray, count: int) -> np.ndarray:
 def _modules(tensors: Mapping[str, Any]) -> list[str]:
     modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
     for module in modules:
-        for end in (".scales",):
-            if f"{module}{end}" not in tensors:
-                raise layouts.refuse(module, f"has a qweight, but no {end[1:]}")
+        if f"{module}.scales" not in tensors:
+            raise layouts.refuse(module, "has a qweight, but no scales")
     return modules
 
 

@@ -18,7 +18,7 @@ see `by_column`. In memory that is 2 bytes of scale for 4 bits of code, more tha
 takes, and whoever imports such a folder is told so.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +37,30 @@ class Weight(NamedTuple):
         shape: of its values, as the float weight would have it.
         tensors: what it is made of, by role: {"packed": "x.weight_packed", ...}.
         read: the QArray, from arrays by role.
+        dtypes: what each of these may be stored as, by role.
     """
 
     shape: tuple[int, ...]
     tensors: dict[str, str]
     read: Callable[[Arrays], QArray]
+    dtypes: Mapping[str, Sequence[str]]
+
+    def check_dtypes(self, stored: Mapping[str, Any]) -> None:
+        """Raises a ValueError that names the first tensor that is stored as something else.
+
+        Args:
+            stored: the folder's tensors, by name.
+        """
+        for role, name in self.tensors.items():
+            dtype, wanted = np.dtype(stored[name].dtype).name, self.dtypes[role]
+            if dtype not in wanted:
+                raise refuse(name, f"is {dtype}, and should be {' or '.join(wanted)}")
+
+
+# of scales, of 32-bit words of codes, and of numbers of groups, wherever they are
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+WORDS = ("int32",)
+NUMBERS = ("int32", "int64")
 
 
 class Found(NamedTuple):

@@ -16,7 +16,6 @@ import importlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from midtread.interop import tflite
+from midtread.interop import safetensors, tflite
 from midtread.model import adopt, flaxlib
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import QuantizationRule
@@ -97,7 +96,8 @@ def export(
         {"path": path, "op": op, "why": why}
         for (path, op), why in provider.left_float.items()
     ]
-    _write(path, _finished(content, {"left_float": notes}))
+    with safetensors.replacing(os.fspath(path)) as file:
+        file.write(_finished(content, {"left_float": notes}))
     return tflite.read(path)
 
 
@@ -311,16 +311,3 @@ def _widen_biases(model: Any, schema: Any) -> None:
                 buffer.data = wide.view(np.uint8)
                 bias.type, bias.buffer = types.INT64, len(model.buffers)
                 model.buffers.append(buffer)
-
-
-def _write(path: str | os.PathLike, content: bytes) -> None:
-    """Writes a file whole, or not at all."""
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -21,12 +21,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from midtread.interop.trees import PARTS, Tree, near, parts
+from midtread.interop.trees import PARTS, Tree, near, nest, parts
 from midtread.model.boxes import WithAux
 from midtread.model.rules import QtRule, QuantizationRule, as_rules
 from midtread.numerics.formats import FORMATS, as_format, dtype_bits
@@ -58,7 +58,7 @@ def _sum_of(record: Mapping[str, Any], *name: str) -> str:
 
 
 def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]:
-    """Returns an entry without its data: all that `build` needs besides arrays."""
+    """Returns an entry without its data: all that `rebuilt` needs besides arrays."""
     inner = entry.array if isinstance(entry, WithAux) else entry
     described: dict[str, Any] = {"parts": {}}
     for part, array in parts(entry).items():
@@ -86,6 +86,18 @@ def describe(name: str, entry: Any, rules: Sequence[Any] = ()) -> dict[str, Any]
     if isinstance(entry, WithAux):
         described["how"] = _spec_json(entry.how)
     return described
+
+
+def records(described: Mapping) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields (entry, part, record) in the order of the data."""
+    for name in sorted(described):
+        for part in sorted(described[name]["parts"]):
+            yield name, part, described[name]["parts"][part]
+
+
+def full(name: str, part: str) -> str:
+    """Returns the name of a part of an entry, as files have it."""
+    return f"{name}/{part}" if part else name
 
 
 def _rule_of(name: str, qtype: str, rules: Sequence[Any]) -> int | None:
@@ -122,8 +134,26 @@ def _spec_from(fields: Mapping[str, Any]) -> Spec:
     return Spec(**{**fields, **lists, "tiled_axes": tiles})
 
 
-def build(name: str, described: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
-    """Returns the entry again. Raises ValueError if its parts do not belong together."""
+def rebuilt(
+    file: str,
+    manifest: Mapping[str, Any],
+    target: Tree | None,
+    read: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+) -> Any:
+    """Returns the tree again, nested dicts or one like the target, from what `read` gives:
+    the arrays of an entry by part."""
+    built, arrays = {}, {}
+    for name, entry in manifest["entries"].items():
+        arrays[name] = read(name, entry)
+        try:
+            built[name] = _built(entry, arrays[name])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}: tensor {name!r}: {error}") from error
+    return nest(built) if target is None else target.rebuild(arrays)
+
+
+def _built(described: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    """Returns an entry again. Raises ValueError if its parts do not belong together."""
     if "qtype" in described:
         logical = described["logical"]
         inner = QArray(
@@ -253,6 +283,13 @@ def _check_entries(file: str, manifest: dict[str, Any]) -> None:
             )
 
 
+def require_floats(file: str, manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first tensor that is quantized."""
+    for name, entry in manifest["entries"].items():
+        if "qtype" in entry:
+            raise ValueError(f"{file}: {name!r} is quantized: use load.")
+
+
 def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
     """Raises ValueError naming the first tensor in which a target differs."""
     stored = manifest["entries"]
@@ -275,7 +312,7 @@ def match(file: str, manifest: Mapping[str, Any], target: Tree) -> None:
             pick = lambda p: p and (p["dtype"], p["shape"])
             if pick(a) != pick(b):
                 raise ValueError(
-                    f"{file}: tensor {f'{name}/{part}'.strip('/')!r} is {pick(a)}, but the "
+                    f"{file}: tensor {full(name, part)!r} is {pick(a)}, but the "
                     f"target has {pick(b)}."
                 )
     extra = sorted(stored.keys() - target.entries.keys())

@@ -24,6 +24,8 @@ from midtread.numerics.qarray import QArray
 
 BITS = (2, 3, 4, 5, 6, 8)
 SIZES = (32, 64, 128)
+_AFFINE = {"weight": ("uint32",), "scales": layouts.FLOATS, "biases": layouts.FLOATS}
+_MXFP4 = {"weight": ("uint32",), "scales": ("uint8",)}
 
 
 def find(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
@@ -61,12 +63,12 @@ def _weight(
     words = (*rows, layouts.num_words(groups * size, bits))
     layouts.expect(module, "weight", tuple(tensors[names["weight"]].shape), words)
     if mode == "mxfp4":
-        return Weight(shape, names, read_mxfp4)
+        return Weight(shape, names, read_mxfp4, _MXFP4)
     layouts.expect(
         module, "biases", tuple(tensors[names["biases"]].shape), (*rows, groups)
     )
     read = lambda arrays: read_affine(arrays, bits, shape[-1])
-    return Weight(shape, names, read)
+    return Weight(shape, names, read, _AFFINE)
 
 
 def read_affine(arrays: Arrays, bits: int, count: int) -> QArray:

@@ -14,7 +14,6 @@ Arrays come back on the devices of the target's shardings. Needs `orbax-checkpoi
 import concurrent.futures
 import hashlib
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 
 from midtread.interop import manifest as m
 from midtread.interop import trees
-from midtread.interop.safetensors import _full, _records, no_duplicates
+from midtread.interop.safetensors import no_duplicates, replacing
 
 _FILE, _ARRAYS = "midtread.json", "arrays"
 # dtypes that orbax refuses -> (to store, to load)
@@ -79,7 +78,7 @@ def save(path: Any, tree: Any, *, rules: Any = None) -> None:
     described = {k: m.describe(k, v, rules) for k, v in entries.items()}
     listed = m.rules_json(rules)
     arrays = {}
-    for name, part, record in _records(described):
+    for name, part, record in m.records(described):
         array = jnp.asarray(trees.parts(entries[name])[part])
         store, _ = _AS_BYTES.get(record["dtype"], (None, None))
         key = _key(name, part)
@@ -100,20 +99,19 @@ def save(path: Any, tree: Any, *, rules: Any = None) -> None:
 
 
 def _key(name: str, part: str) -> str:
-    return _full(name, part).replace("/", ".")
+    return m.full(name, part).replace("/", ".")
 
 
 def _write_manifest(folder: pathlib.Path, described: dict, rules: list) -> None:
     sums = _sums(folder / _ARRAYS, _files(folder / _ARRAYS))
-    for name, part, record in _records(described):
+    for name, part, record in m.records(described):
         own = f"{_key(name, part)}/"
         mine = {k: v for k, v in sums.items() if k.startswith(own)}
         record["files"] = mine
         sums = {k: v for k, v in sums.items() if k not in mine}
     sealed = m.seal(described, rules, files=sums)
-    partial = folder / f"{_FILE}.partial"
-    partial.write_text(m.canonical(sealed))
-    os.replace(partial, folder / _FILE)
+    with replacing(str(folder / _FILE)) as file:
+        file.write(m.canonical(sealed).encode())
 
 
 def _files(folder: pathlib.Path) -> list[str]:
@@ -162,18 +160,17 @@ def load(path: Any, target: Any = None) -> Any:
     _check_files(folder, manifest)
     if want is not None:
         m.match(str(folder), manifest, want)
-    stored = _restore(folder / _ARRAYS, _restore_args(manifest, want))
-    built, arrays = {}, {}
-    for name, entry in manifest["entries"].items():
-        arrays[name] = {
+    with _orbax().PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        args = _restore_args(manifest, want)
+        stored = checkpointer.restore(folder / _ARRAYS, restore_args=args)
+
+    def read(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             part: _back(stored[_key(name, part)], record)
             for part, record in entry["parts"].items()
         }
-        try:
-            built[name] = m.build(name, entry, arrays[name])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{folder}: tensor {name!r}: {error}") from error
-    return trees.nest(built) if want is None else want.rebuild(arrays)
+
+    return m.rebuilt(str(folder), manifest, want, read)
 
 
 def _back(array: jax.Array, record: Mapping[str, Any]) -> jax.Array:
@@ -187,29 +184,20 @@ def _restore_args(
     ocp = _orbax()
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     args = {}
-    for name, part, _ in _records(manifest["entries"]):
+    for name, part, _ in m.records(manifest["entries"]):
         like = None if want is None else trees.parts(want.entries[name])[part]
-        sharding = getattr(like, "sharding", None)
-        usable = isinstance(sharding, jax.sharding.Sharding)
-        args[_key(name, part)] = ocp.ArrayRestoreArgs(
-            sharding=sharding if usable else here
-        )
+        sharding = trees.sharding_of(like) or here
+        args[_key(name, part)] = ocp.ArrayRestoreArgs(sharding=sharding)
     return args
-
-
-def _restore(folder: pathlib.Path, args: Any) -> Any:
-    ocp = _orbax()
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        return checkpointer.restore(folder, restore_args=args)
 
 
 def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
     """Raises ValueError naming the first file that is not as it was written."""
     owner = {name: None for name in manifest["files"]}
     wanted = dict(manifest["files"])
-    for name, part, record in _records(manifest["entries"]):
+    for name, part, record in m.records(manifest["entries"]):
         wanted |= record["files"]
-        owner |= dict.fromkeys(record["files"], _full(name, part))
+        owner |= dict.fromkeys(record["files"], m.full(name, part))
     there = set(_files(folder / _ARRAYS))
     tensor = lambda f: f" of tensor {owner[f]!r}" if owner.get(f) else ""
     for file in sorted(wanted.keys() - there):
@@ -305,11 +293,9 @@ def load_float(path: Any, target: Any) -> Any:
     ocp = _orbax()
     folder = pathlib.Path(path).absolute()
     if (folder / _FILE).exists():
-        manifest = read_manifest(folder)
-        for name, entry in manifest["entries"].items():
-            if "qtype" in entry:
-                raise ValueError(f"{folder}: {name!r} is quantized: use load.")
-        return trees.fill(str(folder), _flat(load(folder)), trees.open_tree(target))
+        m.require_floats(str(folder), read_manifest(folder))
+        restored = load(folder)
+        return trees.fill(str(folder), _flat(restored), trees.open_tree(target))
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
             shapes = checkpointer.metadata(folder).item_metadata.tree

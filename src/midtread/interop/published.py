@@ -42,7 +42,9 @@ def find_fp8(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
         wanted = tuple(-(-n // b) for n, b in zip(shape, block))
         layouts.expect(name, "shape", tuple(tensors[name].shape), wanted)
         read = lambda arrays, w=weight: read_fp8(arrays, tuple(block), w)
-        weights[weight] = Weight(shape, {"weight": weight, "scale": name}, read)
+        names = {"weight": weight, "scale": name}
+        dtypes = {"weight": (E4M3.name,), "scale": layouts.FLOATS}
+        weights[weight] = Weight(shape, names, read, dtypes)
     notes: tuple[str, ...] = ()
     if scheme := config.get("activation_scheme"):
         note = (
@@ -78,7 +80,9 @@ def find_mxfp4(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
             names["scales"], "shape", tuple(tensors[names["scales"]].shape), shape[:-1]
         )
         experts, out, tiles, _ = shape
-        weights[weight] = Weight((experts, tiles * 32, out), names, read_mxfp4)
+        dtypes = {"blocks": ("uint8",), "scales": ("uint8",)}
+        whole = (experts, tiles * 32, out)
+        weights[weight] = Weight(whole, names, read_mxfp4, dtypes)
     return Found(weights)
 
 

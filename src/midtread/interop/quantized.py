@@ -91,6 +91,8 @@ class QuantizedFolder:
         self.folder, self.name, self.config = folder, folder.name, folder.config
         self.weights, self.notes = findings.weights, findings.notes
         self.activations = findings.activations
+        for weight in self.weights.values():
+            weight.check_dtypes(folder.tensors)
         used = {n for w in self.weights.values() for n in w.tensors.values()}
         extra = _leftovers(folder.tensors, used | findings.unused)
         if extra:
@@ -123,7 +125,8 @@ class QuantizedFolder:
         try:
             q = weight.read(arrays)
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise layouts.refuse(f"{self.name}: {name}", str(error)) from error
+            what = str(error).rstrip(".")
+            raise layouts.refuse(f"{self.name}: {name}", what) from error
         layouts.expect(f"{self.name}: {name}", "shape", tuple(q.shape), weight.shape)
         return q
 

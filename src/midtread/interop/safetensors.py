@@ -70,19 +70,19 @@ def save(path: Any, tree: Any, *, rules: Any = None) -> None:
     entries = trees.open_tree(tree).entries
     rules = getattr(rules, "_rules", rules) or ()
     described = {k: m.describe(k, v, rules) for k, v in entries.items()}
-    for name, part, record in _records(described):
+    for name, part, record in m.records(described):
         array = trees.parts(entries[name])[part]
         if not getattr(array, "is_fully_addressable", True):
             raise ValueError(
-                f"{_full(name, part)}: the array is spread over several processes. Save "
+                f"{m.full(name, part)}: the array is spread over several processes. Save "
                 "with midtread.interop.orbax."
             )
         record["sha256"] = _NO_SUM
     listed = m.rules_json(rules)
     placeholder = _header(described, listed)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(placeholder)
-        for name, part, record in _records(described):
+        for name, part, record in m.records(described):
             qtype = described[name].get("qtype")
             array = trees.parts(entries[name])[part]
             data = _encode(name, part, record, qtype, array)
@@ -131,7 +131,7 @@ def write(
         where = {"shape": list(shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": _NAMES[np.dtype(dtype)], **where}
         begin = end
-    with _replacing(os.fspath(path)) as file:
+    with replacing(os.fspath(path)) as file:
         file.write(_with_length(header))
         for (name, (shape, dtype)), array in zip(tensors.items(), arrays, strict=True):
             if array.shape != tuple(shape) or array.dtype != dtype:
@@ -156,7 +156,7 @@ def _umask() -> int:
 
 
 @contextlib.contextmanager
-def _replacing(path: str) -> Iterator[Any]:
+def replacing(path: str) -> Iterator[Any]:
     """Yields a file to write, which takes the place of `path` once it is whole."""
     folder = os.path.dirname(os.path.abspath(path))
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
@@ -171,17 +171,6 @@ def _replacing(path: str) -> Iterator[Any]:
             raise
 
 
-def _records(described: Mapping) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields (entry, part, record) in the order of the data."""
-    for name in sorted(described):
-        for part in sorted(described[name]["parts"]):
-            yield name, part, described[name]["parts"][part]
-
-
-def _full(name: str, part: str) -> str:
-    return f"{name}/{part}" if part else name
-
-
 def _stored_as(record: Mapping[str, Any]) -> tuple[str, list[int]]:
     """Returns the dtype and shape that the file has for a part."""
     dtype = _NAMES.get(np.dtype(record["dtype"]))
@@ -194,10 +183,10 @@ def _header(described: dict, rules: list) -> bytes:
     sealed = m.seal(described, rules)
     header: dict[str, Any] = {"__metadata__": {"midtread": m.canonical(sealed)}}
     begin = 0
-    for name, part, record in _records(described):
+    for name, part, record in m.records(described):
         dtype, shape = _stored_as(record)
         end = begin + m.stored_size(record)
-        header[_full(name, part)] = {
+        header[m.full(name, part)] = {
             "dtype": dtype,
             "shape": shape,
             "data_offsets": [begin, end],
@@ -221,7 +210,7 @@ def _encode(name: str, part: str, record: Mapping, qtype: Any, array: Any) -> by
         packing.unpack(packed, fmt, host.shape), host
     ):
         raise ValueError(
-            f"{_full(name, part)}: codes beyond the range of {fmt.name} cannot be saved."
+            f"{m.full(name, part)}: codes beyond the range of {fmt.name} cannot be saved."
         )
     return packed.tobytes()
 
@@ -259,16 +248,13 @@ def load(path: Any, target: Any = None) -> Any:
         manifest = reader.manifest()
         if want is not None:
             m.match(file, manifest, want)
-        built, arrays = {}, {}
-        for name, entry in manifest["entries"].items():
+
+        def read(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
             like = {} if want is None else trees.parts(want.entries[name])
             host = reader.entry(name, entry)
-            arrays[name] = {p: trees.place(a, like.get(p)) for p, a in host.items()}
-            try:
-                built[name] = m.build(name, entry, arrays[name])
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file}: tensor {name!r}: {error}") from error
-    return trees.nest(built) if want is None else want.rebuild(arrays)
+            return {p: trees.place(a, like.get(p)) for p, a in host.items()}
+
+        return m.rebuilt(file, manifest, want, read)
 
 
 def load_float(path: Any, target: Any) -> Any:
@@ -298,9 +284,8 @@ def load_float(path: Any, target: Any) -> Any:
         arrays = {name: reader.raw(name) for name in reader.tensors}
         if "midtread" in reader.metadata:
             manifest = reader.manifest()
+            m.require_floats(file, manifest)
             for name, entry in manifest["entries"].items():
-                if "qtype" in entry:
-                    raise ValueError(f"{file}: {name!r} is quantized: use load.")
                 reader.entry(name, entry)  # checks its sum
         return trees.fill(file, arrays, trees.open_tree(target))
 
@@ -456,7 +441,7 @@ class Reader:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.file}: its manifest is damaged: {error}") from None
         manifest = m.check(self.file, manifest)
-        listed = {_full(n, p) for n, p, _ in _records(manifest["entries"])}
+        listed = {m.full(n, p) for n, p, _ in m.records(manifest["entries"])}
         for name in sorted(listed ^ self.tensors.keys()):
             where = "file" if name in listed else "manifest"
             raise ValueError(
@@ -489,7 +474,7 @@ class Reader:
         """Returns the arrays of an entry, each with the sum it was written with."""
         arrays = {}
         for part, record in entry["parts"].items():
-            full = _full(name, part)
+            full = m.full(name, part)
             dtype, shape, *_ = self.tensors[full]
             if (_NAMES[dtype], list(shape)) != _stored_as(record):
                 raise ValueError(

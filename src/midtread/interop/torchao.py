@@ -20,7 +20,7 @@ instead.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -37,6 +37,7 @@ _ROLES = ("qdata", "scale", "zero_point", "per_tensor_scale")
 # of calibrated activations, whose range is found anew here
 _UNUSED = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 _FLOAT = "Tensor"
+_ZEROS = ("int8", *layouts.NUMBERS, *layouts.FLOATS)
 
 
 class _Class(NamedTuple):
@@ -46,10 +47,12 @@ class _Class(NamedTuple):
         dtypes: what its qdata may be stored as, and how many codes an element of it holds.
         read: the QArray, from arrays by role, the attributes of the class, and the name of
             the weight.
+        scales: what its scales may be stored as.
     """
 
     dtypes: Mapping[str, int]
     read: Callable[[Arrays, Mapping[str, Any], str], QArray]
+    scales: Sequence[str] = layouts.FLOATS
 
 
 def find(folder: Any, config: Mapping[str, Any]) -> Found:
@@ -130,7 +133,9 @@ def _weight(tensors, name: str, about: Mapping, parts: dict[str, str]) -> Weight
         )
     rows, columns = stored.shape
     read = lambda arrays: kind.read(arrays, data, name)
-    return Weight((rows, columns * kind.dtypes[dtype]), parts, read)
+    dtypes = {"qdata": (dtype,), "scale": kind.scales, "zero_point": _ZEROS,
+              "per_tensor_scale": layouts.FLOATS}  # fmt: skip
+    return Weight((rows, columns * kind.dtypes[dtype]), parts, read, dtypes)
 
 
 # --- activations -----------------------------------------------------------------------------
@@ -243,8 +248,10 @@ CLASSES = {
     "IntxUnpackedToInt8Tensor": _Class({"int8": 1}, read_integers),
     "Float8Tensor": _Class({"float8_e4m3fn": 1}, read_float8),
     "Int4Tensor": _Class({"int8": 2, "uint8": 2}, read_int4),
-    "MXTensor": _Class({"float8_e4m3fn": 1, "uint8": 2}, read_mx),
-    "NVFP4Tensor": _Class({"uint8": 2}, read_nvfp4),
+    "MXTensor": _Class(
+        {"float8_e4m3fn": 1, "uint8": 2}, read_mx, ("float8_e8m0fnu", "uint8")
+    ),
+    "NVFP4Tensor": _Class({"uint8": 2}, read_nvfp4, (E4M3.name,)),
 }
 
 

@@ -169,9 +169,13 @@ def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def place(array: Any, like: Any) -> jax.Array:
     """Returns an array on the devices where the target has it."""
+    return jax.device_put(array, sharding_of(like))
+
+
+def sharding_of(like: Any) -> jax.sharding.Sharding | None:
+    """Returns where the target has an array; None where it does not say."""
     sharding = getattr(like, "sharding", None)
-    usable = isinstance(sharding, jax.sharding.Sharding)
-    return jax.device_put(array, sharding if usable else None)
+    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
 
 
 def fill(file: str, arrays: Mapping[str, Any], target: Tree) -> Any:

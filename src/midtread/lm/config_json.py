@@ -83,6 +83,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return _checked(out, where)
 
 
+# entries that null switches off, where others are then at their default
+SWITCHES = ("final_logit_softcapping", "attn_logit_softcapping")
+
+
 class _Reader:
     """Entries of a config.json, of the type that our key has."""
 
@@ -92,6 +96,8 @@ class _Reader:
     def __call__(self, name: str, key: str, default: Any) -> Any:
         given = [self.config.get(n) for n in name.split("|")]
         value = next((x for x in given if x is not None), None)
+        if value is None and name in self.config and name in SWITCHES:
+            return 0.0
         if value is None:
             require(default is not None, f"{self.where}: config.json has no {name}.")
             return default

@@ -40,6 +40,7 @@ from midtread.lm.usage import UsageError, require
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.rules import did_you_mean
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.qarray import QArray
 
 WEIGHTS = "weights"  # inside an imported run
@@ -136,7 +137,29 @@ def arrays(folder: Any, m: Model) -> hf.Arrays:
             ignored.append(r"lm_head\.weight")
         for layer in range(_layers_ahead(source.config)):
             ignored.append(AHEAD.format(layer=m.num_decoder_layers + layer))
-        return hf.Arrays(source, table, architectures.shapes(m), ignored)
+        published = _Arrays(source, table, architectures.shapes(m), ignored)
+        for path in published:
+            _check_floats(source, published.names(path))
+        return published
+
+
+class _Arrays(hf.Arrays):
+    """Arrays of a folder; what is damaged in it is one line for the command line."""
+
+    def __getitem__(self, path: str) -> Any:
+        with refusing():
+            return super().__getitem__(path)
+
+
+def _check_floats(source: Any, names: list[str]) -> None:
+    """Refuses codes that nothing says the scales of, which are no weights by themselves."""
+    for name in names:
+        dtype = source.tensors[name].dtype
+        if not is_wide(dtype):
+            raise ValueError(
+                f"{source.name}: tensor {name!r} is {dtype}, and no weight: its scales are "
+                "missing, or config.json does not say how it is quantized."
+            )
 
 
 def _layers_ahead(config: Mapping[str, Any]) -> int:

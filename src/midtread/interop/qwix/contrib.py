@@ -21,13 +21,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from midtread.algorithms import gptq, smooth
 from midtread.algorithms.weight import Axes, over_inputs
+from midtread.interop.qwix.solvers import solved_params
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
@@ -39,7 +38,6 @@ from midtread.numerics.qarray import QArray, is_float, quantize_by_spec
 from midtread.ops.api import Ops
 from midtread.ops.einsum import in_jax_order
 from midtread.ops.engine import contract
-from midtread.providers.params import quantize_params as rounded_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,30 +175,18 @@ def _calibrated(
 ) -> Any:
     """Parameters solved for where there are statistics, and rounded elsewhere: boxes, and of
     an NNX model, except with SmoothQuant, dicts as in Qwix; nnx.update takes GPTQ's."""
-    made = rounded_params(params, abstract, allow_extra_params=allow_extra_params)
-    flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(params))
-    out = flax.traverse_util.flatten_dict(made)
-    stats = flax.core.unfreeze(stats)
-    for path, w in flat.items():
-        stat = flaxlib.value_at(stats, (*path[:-1], f"{path[-1]}{suffix}"))
-        target = flaxlib.value_at(abstract, path)
-        if stat is None or not isinstance(target, WithAux):
-            continue
-        shape = flaxlib.unbox(target.array).shape
-        kept = tuple(a % len(shape) for a in target.how.channelwise_axes)
-        summed = tuple(a for a in range(len(shape)) if a not in kept)
-        found = Average().range(stat)
-        solved = solve(
-            jnp.asarray(w).reshape(shape), target.how, found, Axes((), summed, kept)
-        )
-        box = target.replace(array=solved)
-        parts = (p for p in out if p[: len(path)] == path)
-        for part in list(parts):
-            del out[part]
-        out[path] = box
-    if isinstance(abstract, nnx.Module) and suffix != "_sq":
-        out = nnx.to_pure_dict(nnx.state(out))
-    return flax.traverse_util.unflatten_dict(out)
+
+    def solved(path: tuple[str, ...], w: jax.Array, box: WithAux, stat: Any) -> WithAux:
+        del path
+        kept = tuple(a % w.ndim for a in box.how.channelwise_axes)
+        summed = tuple(a for a in range(w.ndim) if a not in kept)
+        axes = Axes((), summed, kept)
+        return box.replace(array=solve(w, box.how, Average().range(stat), axes))
+
+    of_boxes = suffix == "_sq"
+    return solved_params(
+        params, abstract, stats, suffix, solved, allow_extra_params, of_boxes
+    )
 
 
 def gptq_quantize_params(

@@ -254,28 +254,53 @@ def quantize_params_with_calibration(
     allow_extra_params: bool = False,
 ) -> Any:
     """Parameters solved by `quantize_fn` where there are statistics, and rounded elsewhere."""
+
+    def solve(path: tuple[str, ...], w: jax.Array, box: WithAux, stat: Any) -> Any:
+        context = extract_calibrated_quant_context(path, w, box, stat)
+        return None if context is None else quantize_fn(context)
+
+    return solved_params(
+        params, abstract_quantized_params, quant_stats, stats_suffix, solve,
+        allow_extra_params,
+    )  # fmt: skip
+
+
+def solved_params(
+    params: Any,
+    abstract: Any,
+    stats: Any,
+    suffix: str,
+    solve: Callable[[tuple[str, ...], jax.Array, WithAux, Any], Any],
+    allow_extra_params: bool,
+    of_boxes: bool = False,
+) -> Any:
+    """Returns what `solve` makes of every parameter that has statistics, and the others
+    rounded: those, too, for which it returns None.
+
+    Args:
+        suffix: of the statistics' names, after the parameter's.
+        of_boxes: an NNX model's parameters stay boxes; else they are taken apart into dicts.
+    """
     solved, others = {}, {}
-    stats = flax.core.unfreeze(quant_stats)
+    stats = flax.core.unfreeze(stats)
     for path, w in flax.traverse_util.flatten_dict(flax.core.unfreeze(params)).items():
-        box = flaxlib.value_at(abstract_quantized_params, path)
-        stat = flaxlib.value_at(stats, (*path[:-1], path[-1] + stats_suffix))
-        context = None
+        box = flaxlib.value_at(abstract, path)
+        stat = flaxlib.value_at(stats, (*path[:-1], f"{path[-1]}{suffix}"))
+        made = None
         if isinstance(box, WithAux) and stat is not None:
             shape = flaxlib.unbox(box.array).shape
-            context = extract_calibrated_quant_context(
-                path, jnp.asarray(w).reshape(shape), box, stat
-            )
-        if context is None:
+            made = solve(path, jnp.asarray(w).reshape(shape), box, stat)
+        if made is None:
             others[path] = w
         else:
-            solved[path] = quantize_fn(context)
+            solved[path] = made
     rounded = rounded_params(
         flax.traverse_util.unflatten_dict(others),
-        abstract_quantized_params,
+        abstract,
         allow_extra_params=allow_extra_params,
     )
     out = {**flax.traverse_util.flatten_dict(rounded), **solved}
-    if isinstance(abstract_quantized_params, nnx.Module):
+    if isinstance(abstract, nnx.Module) and not of_boxes:
         out = nnx.to_pure_dict(nnx.state(out))
     return flax.traverse_util.unflatten_dict(out)
 
