@@ -12,7 +12,9 @@ from flax import nnx
 import midtread as mt
 from midtread.algorithms import collect, correct, gptq, program, smooth, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
+from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.resume import _described
+from midtread.algorithms.rotate import RotateOptions
 from midtread.algorithms.weight import Axes, over_inputs
 from midtread.numerics.spec import Spec
 
@@ -199,6 +201,33 @@ def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
         calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
 
 
+def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_path):
+    """Its parameters are the same; what it does with them, or a constant, is not."""
+    x = jax.random.normal(key, (40, D))
+
+    def model(act, shift):
+        def run(params, x):
+            return act(x @ params["up"] + shift) @ params["down"]
+
+        return run
+
+    params = {"up": jax.random.normal(key, (D, F)), "down": jnp.ones((F, 4))}
+    table = jnp.arange(F) / F
+    models = [model(jnp.tanh, 0), model(jnp.exp, 0), model(jnp.tanh, 1)]
+    models += [model(jnp.tanh, table), model(jnp.tanh, 2 * table), model(nnx.relu, 0)]
+    models += [model(nnx.relu6, 0)]
+    for number, one in enumerate(models):
+        folder = tmp_path / str(number)
+        named = {"params": params, "options": FLAT, "folder": folder}
+        calibrate(one, rules(), [x], **named)
+        for other in models:
+            if other is one:
+                calibrate(other, rules(), [x], **named)
+                continue
+            with pytest.raises(ValueError, match="another calibration"):
+                calibrate(other, rules(), [x], **named)
+
+
 def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
     model, x = Nnx(), jax.random.normal(key, (40, D))
 
@@ -298,6 +327,28 @@ def test_rules_that_cannot_be_followed_are_refused():
 def test_options_out_of_range_are_refused(asked, message):
     with pytest.raises(ValueError, match=message):
         CalibrationOptions(**asked)
+
+
+@pytest.mark.parametrize(
+    "algorithms, asked, message",
+    [
+        (["gptq"], {"correction": 0.7}, "correction=0.7 is an option of 'correct'"),
+        (["gptq"], {"alpha": 0.7}, "alpha=0.7 is an option of 'smooth'"),
+        (["gptq"], {"learn": LearnOptions(steps=3)}, "is an option of 'learn'"),
+        (["gptq"], {"rotate": RotateOptions(kind="learned")}, "option of 'rotate'"),
+        (["clip"], {"gptq": gptq.GptqOptions(rounds=3)}, "is an option of 'gptq'"),
+        (["gptq"], {"runs": 2}, "runs of outputs with gradients of their own"),
+        (["round"], {"histograms": True}, r"\['round'\] look at none"),
+        (["hqq"], {"weigh": "gradient"}, "weigh='gradient' is about a weight's inputs"),
+        (["correct", "gptq"], {"inputs": "float"}, "inputs='float' have none"),
+    ],
+)
+def test_options_that_nothing_would_look_at_are_refused(algorithms, asked, message):
+    options = CalibrationOptions(**asked)
+    with pytest.raises(ValueError, match=message):
+        calibrate(
+            Nnx(), rules(), [jnp.ones((40, D))], algorithms=algorithms, options=options
+        )
 
 
 def test_a_loss_that_nothing_asks_for_is_refused():

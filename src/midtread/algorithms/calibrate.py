@@ -123,6 +123,7 @@ def calibrate(
     plan = asked.plan(algorithms)
     batches = list(batches)
     asked.check_batches(batches)
+    asked.check_options(options, plan)
     asked.check_static(provider, plan.before)
     options = asked.weighed(options, plan, loss, targets)
     targets = batches if targets is None else list(targets)
@@ -249,7 +250,9 @@ class _Work:
         rows = tuple(self.rows[n] for n in sorted(self.rows))
         ways, folded = self.statistics.ways, len(self.solver.fold_of)
         weighed = (
-            "tokens by gradient" if self.statistics.weights else "all tokens the same"
+            "tokens by gradient"
+            if self.task.options.weigh in asked.BY_GRADIENT
+            else "all tokens the same"
         )
         if ways:
             seen = f"{len(ways)} weights by what attention makes of their inputs"

@@ -40,14 +40,14 @@ _E4M3 = as_format("e4m3")
 
 
 def windows(fmt: Format, rule: str | None) -> np.ndarray:
-    """Factors of absmax to try."""
+    """Factors of absmax to try: 1 is among them, so that no search does worse than absmax."""
     if (rule or fmt.scale or "").startswith("pow2"):
         return np.array([1.0, 0.5, 2.0, 0.25], np.float32)
     if fmt.grid is not None and fmt.bits <= 6:
         return np.linspace(1.6, 0.5, 34, dtype=np.float32)
     if fmt.bits >= 8:
         return np.linspace(1.0, 0.6, 17, dtype=np.float32)
-    return np.linspace(1.1, 0.35, 38, dtype=np.float32)
+    return np.append(np.linspace(1.1, 0.35, 38), 1.0).astype(np.float32)
 
 
 def solve(

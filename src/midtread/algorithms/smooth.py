@@ -74,29 +74,37 @@ def smooth_together(
     return jnp.where(usable, 1 / jnp.clip(move, 1e-5, 1e5), 1.0)
 
 
+RATIOS = tuple(i / 20 for i in range(20))  # that the paper's code tries
+
+
 def awq(
-    w: jax.Array, spec: Spec, H: jax.Array, axes: Axes = MATRIX, num: int = 20
+    w: jax.Array,
+    spec: Spec,
+    H: jax.Array,
+    axes: Axes = MATRIX,
+    ratios: tuple[float, ...] = RATIOS,
 ) -> jax.Array:
-    """AWQ's factors, [E, K]: the ratio of 0, 1/num, ... that leaves the least error.
+    """AWQ's factors, [E, K]: those of the ratio that leaves the least error.
 
     Args:
         w: a weight.
         spec: how w / p will be quantized.
         H: second moments of the inputs, [E, G, K, K].
+        ratios: to try; 0 among them, so that nothing is worse than no factors.
 
     Returns:
         What inputs are multiplied by; 1 for all where nothing is better.
     """
-    return awq_together([w], (spec,), [H], (axes,), num)
+    return awq_together([w], (spec,), [H], (axes,), ratios)
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "axes", "num"))
+@functools.partial(jax.jit, static_argnames=("specs", "axes", "ratios"))
 def awq_together(
     weights: Sequence[jax.Array],
     specs: tuple[Spec, ...],
     moments: Sequence[jax.Array],
     axes: tuple[Axes, ...],
-    num: int = 20,
+    ratios: tuple[float, ...] = RATIOS,
     ties: jax.Array | None = None,
 ) -> jax.Array:
     """AWQ's factors of weights that share their input: errors are those of all outputs.
@@ -124,8 +132,8 @@ def awq_together(
             total += jnp.sum(error * (H @ error))
         return total
 
-    ratios = jnp.arange(num, dtype=jnp.float32) / num
-    return factors(ratios[jnp.argmin(jax.lax.map(cost, ratios))])
+    tried = jnp.array(ratios, jnp.float32)
+    return factors(tried[jnp.argmin(jax.lax.map(cost, tried))])
 
 
 def _tied(x: jax.Array, ties: jax.Array | None, pool) -> jax.Array:

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from midtread.algorithms import gptq, smooth
+from midtread.algorithms import smooth
 from midtread.algorithms.weight import Axes, over_inputs
+from midtread.interop.qwix.solvers import published_gptq, ratios
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
@@ -213,13 +214,10 @@ def gptq_quantize_params(
     gptq_damping_factor: float = 0.01,
 ) -> Any:
     """Parameters of a model under PtqProvider, by GPTQ as published."""
-    options = gptq.GptqOptions(
-        damping=gptq_damping_factor, block=gptq_block_size, order="given",
-        scales="spec", rounds=0,
-    )  # fmt: skip
 
     def solve(w, spec, stat, axes) -> QArray:
-        return gptq.solve(w, spec, stat["hessian"], axes, options).array
+        size, damping = gptq_block_size, gptq_damping_factor
+        return published_gptq(w, spec, stat["hessian"], axes, size, damping)
 
     return _calibrated(
         params, abstract_quantized_params, gptq_quant_stats, "_gptq", solve,
@@ -239,7 +237,9 @@ def awq_quantize_params(
 
     def solve(w, spec, stat, axes) -> QArray:
         H = jnp.diag(jnp.square(stat["act_scale"]))[None, None]
-        return _with_factors(w, spec, smooth.awq(w, spec, H, axes, n_grid), axes)
+        return _with_factors(
+            w, spec, smooth.awq(w, spec, H, axes, ratios(n_grid)), axes
+        )
 
     return _calibrated(
         params, abstract_quantized_params, awq_quant_stats, "_awq", solve,
