@@ -195,7 +195,7 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     if K != axes.extents(ws[0].shape)[1]:
         H = _pad_inputs(H, ws[0].shape, shape, axes)
     # An input that is always 0: its row costs nothing, and may become anything.
-    diagonal = jnp.diagonal(H, axis1=-2, axis2=-1)
+    moments, diagonal = H, jnp.diagonal(H, axis1=-2, axis2=-1)
     H = jnp.where(jnp.eye(K, dtype=bool) & (diagonal == 0)[..., None], 1.0, H)
     mean = jnp.mean(diagonal, axis=-1)[..., None, None]
     damped = H + jnp.eye(K) * options.damping * jnp.where(mean > 0, mean, 1.0)
@@ -262,7 +262,7 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
         value = lambda q: lay(dequantize(q).astype(jnp.float32), padded)
         errors = [value(q) - start.W for q in (codes, plain)]
         listed = [start.W, *errors]
-        moved = jnp.split(_matmul(H, beside(*listed)), 3, axis=-1)
+        moved = jnp.split(_matmul(moments, beside(*listed)), 3, axis=-1)
         whole, *sizes = [jnp.sum(a * b) for a, b in zip(listed, moved)]
         # A weight of zeros is exact: its costs are 0 of 0.
         costs = [size / jnp.where(whole > 0, whole, 1.0) for size in sizes]
