@@ -291,6 +291,7 @@ def test_data_that_says_nothing_is_refused():
     model, x = Nnx(), jnp.ones((40, D))
     for batches, message in (
         ([], "no batches"),
+        ([None], "batch 0 is empty: it holds no arrays"),
         ([jnp.ones((0, D))], "batch 0 is empty"),
         ([x, x.at[3, 3].set(jnp.nan)], "batch 1 holds numbers that are not finite"),
         ([x, x[:5]], "batch 1 has the shapes"),
@@ -298,6 +299,71 @@ def test_data_that_says_nothing_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(model, rules(), batches)
+    for batches in ({"x": x}, "text", None):
+        with pytest.raises(TypeError, match=r"batches are a list .* write \[batch\]"):
+            calibrate(model, rules(), batches)
+
+
+def test_batches_may_hold_what_is_no_array(key):
+    """A word that a model is called with, say."""
+
+    class Spoken(Nnx):
+        def __call__(self, x, mode):
+            return super().__call__(x if mode == "plain" else -x)
+
+    batch = {"x": jax.random.normal(key, (40, D)), "mode": "plain"}
+    made = calibrate(Spoken(), rules(), (batch for _ in range(2)), options=FLAT)
+    assert made.report.rows[0].tokens == 80
+
+
+def test_what_is_not_there_is_named(key, tmp_path):
+    x = jax.random.normal(key, (40, D))
+    with pytest.raises(ValueError, match="Nnx has no method 'encode'"):
+        calibrate(Nnx(), rules(), [x], method="encode")
+    with pytest.raises(ValueError, match="Nnx has no method 'encode'"):
+        mt.sensitivity(Nnx(), [x], method="encode")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file'?: .*Give another folder"):
+        calibrate(Nnx(), rules(), [x], folder=tmp_path / "file")
+
+
+def test_one_algorithm_may_be_a_word(key):
+    x = jax.random.normal(key, (40, D))
+    report = calibrate(Nnx(), rules(), [x], algorithms="clip", options=FLAT).report
+    assert "weights by clip," in str(report)
+    report = calibrate(Nnx(), rules(), [x], algorithms=[]).report
+    assert "weights by round," in str(report)
+
+
+class Listed(nnx.Module):
+    """Weights in a list, one of another layer, and a table that is only looked up."""
+
+    def __init__(self):
+        draw = nnx.Rngs(0)
+        self.weights = nnx.List([nnx.Param(jax.random.normal(draw.params(), (D, D)) / 4) for _ in range(2)])  # fmt: skip
+        self.last = nnx.Linear(D, F, rngs=draw)
+        self.table = nnx.Embed(9, D, rngs=draw)
+
+    def __call__(self, x):
+        x = x + self.table(jnp.arange(9))[0]
+        for w in self.weights:
+            x = jnp.tanh(x @ w[...])
+        return self.last(x) @ self.last.kernel[...].T
+
+
+def test_weights_are_found_wherever_they_lie(key):
+    x = jax.random.normal(key, (90, D))
+    rule = mt.QuantizationRule(weight_qtype="int4", op_names=("dot_general", "take"))
+    made = calibrate(Listed(), mt.PtqProvider([rule]), [x], options=FLAT)
+    names = [row.name for row in made.report.rows]
+    assert names == ["weights/0", "weights/1", "last/kernel"]
+    assert made.report.unseen == ("table/embedding",)
+    assert "since they meet no contraction: table/embedding" in str(made.report)
+    found, _ = program.trace(Listed(), x)
+    assert [site.name for site in found.sites].count("last/kernel") == 2
+    plain = calibrate(Listed(), mt.PtqProvider([rule]), [x], algorithms=["round"])
+    far = lambda m: float(jnp.sum((m(x) - Listed()(x)) ** 2))
+    assert far(made.model) < 0.7 * far(plain.model)
 
 
 def test_rules_that_cannot_be_followed_are_refused():
@@ -311,6 +377,9 @@ def test_rules_that_cannot_be_followed_are_refused():
     depthwise = nnx.Conv(4, 4, (3,), feature_group_count=4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="gptq cannot take this conv_general_dilated"):
         calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))])
+    for names in (["clip"], ["bias"], ["correct", "hqq"]):
+        with pytest.raises(ValueError, match=r"cannot take .* algorithms=\['hqq'\]"):
+            calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=names)
     made = calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=["hqq"])
     assert made.report.rows[0].format == "int4"
 

@@ -32,13 +32,19 @@ META = ("qtype", "logical")  # of a QArray: what is no array
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
 
-    def __init__(self, folder, task: Task, algorithms, loss, targets):
+    def __init__(self, folder, task: Task, loss, targets):
         self.folder = None if folder is None else pathlib.Path(folder)
         self.task = task
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        mine = _fingerprint(task, algorithms, loss, targets)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"folder={str(folder)!r}: {error.strerror}. Give another folder for solved "
+                "weights."
+            ) from None
+        mine = _fingerprint(task, loss, targets)
         file = self.folder / "calibration.json"
         if file.is_file() and json.loads(file.read_text()) != mine:
             raise ValueError(
@@ -99,7 +105,7 @@ class Kept:
         partial.rename(self._file(number))
 
 
-def _fingerprint(task: Task, algorithms, loss, targets) -> dict[str, str]:
+def _fingerprint(task: Task, loss, targets) -> dict[str, str]:
     """Returns digests of what a calibration's weights depend on."""
     digest = lambda arrays: hashlib.sha256(
         b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
@@ -115,7 +121,7 @@ def _fingerprint(task: Task, algorithms, loss, targets) -> dict[str, str]:
         "rotated at run time": ",".join(online),
         "batches": digest(x for b in task.batches for x in task.program.arrays(b)),
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
-        "algorithms": ",".join(algorithms),
+        "algorithms": ",".join(task.plan.names),
         "options": str(task.options),
         "loss": _described(loss),
         "targets": "" if loss is None else digest(jax.tree.leaves(targets)),

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from midtread.algorithms.options import check_batch
+from midtread.algorithms.options import check_batches
 from midtread.algorithms.program import Site, open_params, trace
 from midtread.algorithms.stages import outputs
 from midtread.kernels import measured
@@ -122,11 +122,7 @@ class _Model:
     """A program that runs with some weights rounded."""
 
     def __init__(self, model, batches, loss, params, method):
-        self.batches = list(batches)
-        if not self.batches:
-            raise ValueError("give some batches: inputs of the model to judge it by.")
-        for number, batch in enumerate(self.batches):
-            check_batch(number, batch)
+        self.batches = check_batches(batches, shapes_vary=True)
         if isinstance(model, nn.Module) and "params" not in (params or ()):
             raise ValueError(
                 "a Linen model needs its variables: params={'params': ...}."
