@@ -74,43 +74,45 @@ def smooth_together(
     return jnp.where(usable, 1 / jnp.clip(move, 1e-5, 1e5), 1.0)
 
 
-RATIOS = tuple(i / 20 for i in range(20))  # that the paper's code tries
-
-
 def awq(
     w: jax.Array,
     spec: Spec,
     H: jax.Array,
     axes: Axes = MATRIX,
-    ratios: tuple[float, ...] = RATIOS,
+    num: int = 20,
+    *,
+    to_one: bool = False,
 ) -> jax.Array:
-    """AWQ's factors, [E, K]: those of the ratio that leaves the least error.
+    """AWQ's factors, [E, K]: the ratio of 0, 1/num, ... that leaves the least error.
 
     Args:
         w: a weight.
         spec: how w / p will be quantized.
         H: second moments of the inputs, [E, G, K, K].
-        ratios: to try; 0 among them, so that nothing is worse than no factors.
+        num: how many ratios are tried.
+        to_one: ratios end with 1, as Qwix's do, instead of before it.
 
     Returns:
         What inputs are multiplied by; 1 for all where nothing is better.
     """
-    return awq_together([w], (spec,), [H], (axes,), ratios)
+    return awq_together([w], (spec,), [H], (axes,), num, to_one=to_one)
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "axes", "ratios"))
+@functools.partial(jax.jit, static_argnames=("specs", "axes", "num", "to_one"))
 def awq_together(
     weights: Sequence[jax.Array],
     specs: tuple[Spec, ...],
     moments: Sequence[jax.Array],
     axes: tuple[Axes, ...],
-    ratios: tuple[float, ...] = RATIOS,
+    num: int = 20,
     ties: jax.Array | None = None,
+    to_one: bool = False,
 ) -> jax.Array:
     """AWQ's factors of weights that share their input: errors are those of all outputs.
 
     Args:
         weights, specs, moments, axes: of every weight, as for `awq`.
+        num, to_one: which ratios are tried, as for `awq`.
         ties: [K], inputs with the same number have the same factor.
     """
     moments = [H.mean(1) for H in moments]
@@ -132,8 +134,8 @@ def awq_together(
             total += jnp.sum(error * (H @ error))
         return total
 
-    tried = jnp.array(ratios, jnp.float32)
-    return factors(tried[jnp.argmin(jax.lax.map(cost, tried))])
+    ratios = jnp.arange(num, dtype=jnp.float32) / (num - to_one)
+    return factors(ratios[jnp.argmin(jax.lax.map(cost, ratios))])
 
 
 def _tied(x: jax.Array, ties: jax.Array | None, pool) -> jax.Array:

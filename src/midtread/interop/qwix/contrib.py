@@ -28,7 +28,7 @@ from flax import nnx
 
 from midtread.algorithms import smooth
 from midtread.algorithms.weight import Axes, over_inputs
-from midtread.interop.qwix.solvers import published_gptq, ratios
+from midtread.interop.qwix.solvers import published_gptq
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
@@ -237,9 +237,8 @@ def awq_quantize_params(
 
     def solve(w, spec, stat, axes) -> QArray:
         H = jnp.diag(jnp.square(stat["act_scale"]))[None, None]
-        return _with_factors(
-            w, spec, smooth.awq(w, spec, H, axes, ratios(n_grid)), axes
-        )
+        factors = smooth.awq(w, spec, H, axes, n_grid, to_one=True)
+        return _with_factors(w, spec, factors, axes)
 
     return _calibrated(
         params, abstract_quantized_params, awq_quant_stats, "_awq", solve,

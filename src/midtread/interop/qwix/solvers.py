@@ -12,7 +12,6 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from midtread.algorithms import correct, gptq, smooth
@@ -122,12 +121,7 @@ def search_optimal_scales(
     size = activation_scales / (jnp.max(activation_scales) + 1e-8)
     size = jnp.clip(size, min=min_scale)
     H = jnp.diag(jnp.square(size))[None, None]
-    return 1 / smooth.awq(w, _spec(how), H, COLUMNS, ratios(n_grid))
-
-
-def ratios(n_grid: int) -> tuple[float, ...]:
-    """Those that Qwix tries: 1 is the last of them."""
-    return tuple(np.linspace(0, 1, n_grid).tolist())
+    return 1 / smooth.awq(w, _spec(how), H, COLUMNS, n_grid, to_one=True)
 
 
 def awq_quantize_weight(
