@@ -12,7 +12,9 @@ from flax import nnx
 import midtread as mt
 from midtread.algorithms import collect, correct, gptq, program, smooth, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
+from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.resume import _described
+from midtread.algorithms.rotate import RotateOptions
 from midtread.algorithms.weight import Axes, over_inputs
 from midtread.numerics.spec import Spec
 
@@ -199,6 +201,33 @@ def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
         calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
 
 
+def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_path):
+    """Its parameters are the same; what it does with them, or a constant, is not."""
+    x = jax.random.normal(key, (40, D))
+
+    def model(act, shift):
+        def run(params, x):
+            return act(x @ params["up"] + shift) @ params["down"]
+
+        return run
+
+    params = {"up": jax.random.normal(key, (D, F)), "down": jnp.ones((F, 4))}
+    table = jnp.arange(F) / F
+    models = [model(jnp.tanh, 0), model(jnp.exp, 0), model(jnp.tanh, 1)]
+    models += [model(jnp.tanh, table), model(jnp.tanh, 2 * table), model(nnx.relu, 0)]
+    models += [model(nnx.relu6, 0)]
+    for number, one in enumerate(models):
+        folder = tmp_path / str(number)
+        named = {"params": params, "options": FLAT, "folder": folder}
+        calibrate(one, rules(), [x], **named)
+        for other in models:
+            if other is one:
+                calibrate(other, rules(), [x], **named)
+                continue
+            with pytest.raises(ValueError, match="another calibration"):
+                calibrate(other, rules(), [x], **named)
+
+
 def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
     model, x = Nnx(), jax.random.normal(key, (40, D))
 
@@ -262,6 +291,7 @@ def test_data_that_says_nothing_is_refused():
     model, x = Nnx(), jnp.ones((40, D))
     for batches, message in (
         ([], "no batches"),
+        ([None], "batch 0 is empty: it holds no arrays"),
         ([jnp.ones((0, D))], "batch 0 is empty"),
         ([x, x.at[3, 3].set(jnp.nan)], "batch 1 holds numbers that are not finite"),
         ([x, x[:5]], "batch 1 has the shapes"),
@@ -269,6 +299,71 @@ def test_data_that_says_nothing_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(model, rules(), batches)
+    for batches in ({"x": x}, "text", None):
+        with pytest.raises(TypeError, match=r"batches are a list .* write \[batch\]"):
+            calibrate(model, rules(), batches)
+
+
+def test_batches_may_hold_what_is_no_array(key):
+    """A word that a model is called with, say."""
+
+    class Spoken(Nnx):
+        def __call__(self, x, mode):
+            return super().__call__(x if mode == "plain" else -x)
+
+    batch = {"x": jax.random.normal(key, (40, D)), "mode": "plain"}
+    made = calibrate(Spoken(), rules(), (batch for _ in range(2)), options=FLAT)
+    assert made.report.rows[0].tokens == 80
+
+
+def test_what_is_not_there_is_named(key, tmp_path):
+    x = jax.random.normal(key, (40, D))
+    with pytest.raises(ValueError, match="Nnx has no method 'encode'"):
+        calibrate(Nnx(), rules(), [x], method="encode")
+    with pytest.raises(ValueError, match="Nnx has no method 'encode'"):
+        mt.sensitivity(Nnx(), [x], method="encode")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file'?: .*Give another folder"):
+        calibrate(Nnx(), rules(), [x], folder=tmp_path / "file")
+
+
+def test_one_algorithm_may_be_a_word(key):
+    x = jax.random.normal(key, (40, D))
+    report = calibrate(Nnx(), rules(), [x], algorithms="clip", options=FLAT).report
+    assert "weights by clip," in str(report)
+    report = calibrate(Nnx(), rules(), [x], algorithms=[]).report
+    assert "weights by round," in str(report)
+
+
+class Listed(nnx.Module):
+    """Weights in a list, one of another layer, and a table that is only looked up."""
+
+    def __init__(self):
+        draw = nnx.Rngs(0)
+        self.weights = nnx.List([nnx.Param(jax.random.normal(draw.params(), (D, D)) / 4) for _ in range(2)])  # fmt: skip
+        self.last = nnx.Linear(D, F, rngs=draw)
+        self.table = nnx.Embed(9, D, rngs=draw)
+
+    def __call__(self, x):
+        x = x + self.table(jnp.arange(9))[0]
+        for w in self.weights:
+            x = jnp.tanh(x @ w[...])
+        return self.last(x) @ self.last.kernel[...].T
+
+
+def test_weights_are_found_wherever_they_lie(key):
+    x = jax.random.normal(key, (90, D))
+    rule = mt.QuantizationRule(weight_qtype="int4", op_names=("dot_general", "take"))
+    made = calibrate(Listed(), mt.PtqProvider([rule]), [x], options=FLAT)
+    names = [row.name for row in made.report.rows]
+    assert names == ["weights/0", "weights/1", "last/kernel"]
+    assert made.report.unseen == ("table/embedding",)
+    assert "since they meet no contraction: table/embedding" in str(made.report)
+    found, _ = program.trace(Listed(), x)
+    assert [site.name for site in found.sites].count("last/kernel") == 2
+    plain = calibrate(Listed(), mt.PtqProvider([rule]), [x], algorithms=["round"])
+    far = lambda m: float(jnp.sum((m(x) - Listed()(x)) ** 2))
+    assert far(made.model) < 0.7 * far(plain.model)
 
 
 def test_rules_that_cannot_be_followed_are_refused():
@@ -282,6 +377,9 @@ def test_rules_that_cannot_be_followed_are_refused():
     depthwise = nnx.Conv(4, 4, (3,), feature_group_count=4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="gptq cannot take this conv_general_dilated"):
         calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))])
+    for names in (["clip"], ["bias"], ["correct", "hqq"]):
+        with pytest.raises(ValueError, match=r"cannot take .* algorithms=\['hqq'\]"):
+            calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=names)
     made = calibrate(depthwise, rules(), [jnp.ones((2, 9, 4))], algorithms=["hqq"])
     assert made.report.rows[0].format == "int4"
 
@@ -298,6 +396,28 @@ def test_rules_that_cannot_be_followed_are_refused():
 def test_options_out_of_range_are_refused(asked, message):
     with pytest.raises(ValueError, match=message):
         CalibrationOptions(**asked)
+
+
+@pytest.mark.parametrize(
+    "algorithms, asked, message",
+    [
+        (["gptq"], {"correction": 0.7}, "correction=0.7 is an option of 'correct'"),
+        (["gptq"], {"alpha": 0.7}, "alpha=0.7 is an option of 'smooth'"),
+        (["gptq"], {"learn": LearnOptions(steps=3)}, "is an option of 'learn'"),
+        (["gptq"], {"rotate": RotateOptions(kind="learned")}, "option of 'rotate'"),
+        (["clip"], {"gptq": gptq.GptqOptions(rounds=3)}, "is an option of 'gptq'"),
+        (["gptq"], {"runs": 2}, "runs of outputs with gradients of their own"),
+        (["round"], {"histograms": True}, r"\['round'\] look at none"),
+        (["hqq"], {"weigh": "gradient"}, "weigh='gradient' is about a weight's inputs"),
+        (["correct", "gptq"], {"inputs": "float"}, "inputs='float' have none"),
+    ],
+)
+def test_options_that_nothing_would_look_at_are_refused(algorithms, asked, message):
+    options = CalibrationOptions(**asked)
+    with pytest.raises(ValueError, match=message):
+        calibrate(
+            Nnx(), rules(), [jnp.ones((40, D))], algorithms=algorithms, options=options
+        )
 
 
 def test_a_loss_that_nothing_asks_for_is_refused():

@@ -106,6 +106,36 @@ def test_what_learns_nothing_stays_as_it_was():
     assert before == after
 
 
+class Masked(nnx.Module):
+    """Logits of which some can never happen."""
+
+    def __init__(self):
+        self.deep = Deep()
+
+    def __call__(self, x):
+        return jnp.where(jnp.arange(16) < 9, self.deep(x), -jnp.inf)
+
+
+def test_outputs_that_are_not_finite_are_told_from_those_that_cannot_happen():
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    provider = lambda: mt.PtqProvider([mt.QuantizationRule(weight_qtype="int3")])
+
+    def distances(distance, rate=0.01):
+        options = LearnOptions(steps=20, distance=distance, rate=rate)
+        made = calibrate(
+            Masked(), provider(), [x], algorithms=["gptq", "learn"],
+            options=CalibrationOptions(learn=options),
+        )  # fmt: skip
+        return made.report.distances
+
+    before, after = distances("divergence")
+    assert 0 < after < before
+    before, after = distances("divergence", rate=float("inf"))  # to nan: as it was
+    assert 0 < after == before
+    with pytest.raises(ValueError, match="nan from the float model's by distance='squ"):
+        distances("squares")
+
+
 @pytest.mark.parametrize(
     "asked, message",
     [

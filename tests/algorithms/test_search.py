@@ -1,6 +1,7 @@
 """Which weight hurts, and which format each should have."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -133,6 +134,72 @@ def test_bits_go_where_they_help_most(judged):
     mt.quantize_model(model, mt.PtqProvider(few.rules), batches[0])
 
 
+def two_scopes(params, x):
+    with jax.named_scope("mlp"):
+        x = jnp.tanh(x @ params["fine"])
+        x = jnp.tanh(x @ params["rough"])
+    with jax.named_scope("head"):
+        return x @ params["last"]
+
+
+@pytest.fixture(scope="module")
+def scopes(judged):
+    model, batches = judged
+    names = ("fine", "rough", "last")
+    return {name: getattr(model, name).kernel[...] for name in names}, batches
+
+
+def test_rules_name_the_scopes_of_a_function(scopes):
+    """Rules know where a weight is used, not where it lies in the tree of parameters."""
+    params, batches = scopes
+    table = mt.sensitivity(two_scopes, batches, "int4", params=params)
+    assert {rule.module_path for rule in table.rules} == {"mlp", "head"}
+    made = mt.calibrate(
+        two_scopes, mt.PtqProvider(table.rules), batches, algorithms=["round"], params=params
+    )  # fmt: skip
+    assert {row.name for row in made.report.rows} == set(params)
+
+
+def test_what_rules_do_not_tell_apart_has_one_format(scopes):
+    params, batches = scopes
+    for bits in (6.1, 8, 11):
+        table = mt.allocate(
+            two_scopes, batches, ["int4", "int8"], bits=bits, params=params
+        )
+        said = {c.weight: c.format for c in table.choices}
+        assert said["fine"] == said["rough"] and table.bits <= bits
+        made = mt.calibrate(
+            two_scopes, mt.PtqProvider(table.rules), batches, algorithms=["round"], params=params
+        )  # fmt: skip
+        assert {row.name: row.format for row in made.report.rows} == said
+    found = mt.bisect(two_scopes, batches, "int4", share=0.3, params=params)
+    assert {c.weight for c in found.choices} == {"fine", "rough"}
+    assert "2 of 3 weights" in found.says
+
+
+def test_bisect_of_functions_and_linen_models(scopes):
+    params, batches = scopes
+    changed = {**params, "last": params["last"] * 1.5}
+    named = {"params": params, "other_params": changed}
+    found = mt.bisect(two_scopes, batches, other=two_scopes, share=0.9, **named)
+    assert [c.weight for c in found.choices] == ["last"]
+    made = mt.calibrate(
+        two_scopes,
+        mt.PtqProvider([mt.QuantizationRule(module_path="head", weight_qtype="int3")]),
+        batches,
+        algorithms=["round"],
+        params=params,
+    )
+    found = mt.bisect(
+        two_scopes, batches, other=made.model, params=params, other_params=made.params
+    )
+    assert [c.weight for c in found.choices] == ["last"]
+    model = nn.Dense(4)
+    variables = model.init(jax.random.key(0), batches[0])
+    with pytest.raises(ValueError, match="give other_params"):
+        mt.bisect(model, batches, other=model, params=variables)
+
+
 def test_weights_inside_loops_of_unknown_length_are_refused():
     class Looped(nnx.Module):
         def __init__(self):
@@ -149,6 +216,13 @@ def test_weights_inside_loops_of_unknown_length_are_refused():
 @pytest.mark.filterwarnings("ignore:rules that matched nothing")
 def test_what_cannot_be_searched_is_refused(judged):
     model, batches = judged
+    for budget in (float("nan"), "4"):
+        with pytest.raises(ValueError, match="is no budget: give a number"):
+            mt.allocate(model, batches, ["int4", "int8"], bits=budget)
+    with pytest.raises(ValueError, match="batch 1 holds numbers that are not finite"):
+        mt.sensitivity(model, [*batches, batches[0].at[0].set(np.nan)])
+    with pytest.raises(ValueError, match="batch 0 is empty"):
+        mt.bisect(model, [batches[0][:0]])
     for formats in ("int4", []):
         with pytest.raises(ValueError, match="give a list to choose from"):
             mt.allocate(model, batches, formats, bits=4)

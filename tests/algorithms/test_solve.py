@@ -12,6 +12,7 @@ from midtread.algorithms.weight import Axes, Grid
 from midtread.numerics.qarray import dequantize, quantize_by_spec
 from midtread.numerics.spec import Spec
 from midtread.ops.api import dot
+from tests.support import every_format
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 SPECS = {
@@ -85,15 +86,18 @@ def test_gptq_is_the_papers(layer, name, order):
     assert np.mean(np.abs(np.asarray(dequantize(made)) - wanted) > 1e-5) < 0.01
 
 
-def reference_by_groups(w, H, spec, size, damping=0.01):
-    """The same paper's groups: scales of a group's rows as they are when it is reached."""
+def reference_by_groups(w, H, spec, size, block=1, damping=0.01):
+    """The same paper's groups: scales of a group's rows as they are when it is reached, or when
+    its block is."""
     w, H = np.array(w, np.float64), np.array(H, np.float64)
     H += np.eye(len(H)) * damping * np.mean(np.diag(H))
     U = np.linalg.cholesky(np.linalg.inv(H)).T
     out = np.zeros_like(w)
     for k in range(len(w)):
+        if k % block == 0:
+            at_block = w.copy()
         if k % size == 0:
-            group = jnp.asarray(w[k : k + size], jnp.float32)
+            group = jnp.asarray(at_block[k : k + size], jnp.float32)
             grid = levels(quantize_by_spec(group, spec))
         nearest = np.abs(grid[:, k % size] - w[k]).argmin(0)
         out[k] = grid[nearest, k % size, np.arange(w.shape[1])]
@@ -117,6 +121,19 @@ def test_groups_are_scaled_when_they_are_reached(layer, name, size, ties):
     searched = gptq.GptqOptions(static_groups=False, order="given")
     solved = gptq.solve(w, SPECS[name], H, options=searched)
     assert solved.cost < 0.9 * solved.rounded
+
+
+@pytest.mark.parametrize("name, size", [("uint4/16 with zero points", 16), ("nf4/32", 32)])  # fmt: skip
+def test_groups_of_a_block_are_scaled_together(layer, name, size):
+    """As the paper's own code does, and Qwix's: a block of 40 holds two groups of 16, or one."""
+    w, H = layer
+    options = dataclasses.replace(PAPER, static_groups="block", block=40)
+    made = gptq.solve(w, SPECS[name], H, options=options).array
+    block = 40 // size * size
+    wanted = reference_by_groups(w, H, SPECS[name], size, block)
+    assert np.mean(np.abs(np.asarray(dequantize(made)) - wanted) > 1e-5) < 0.01
+    alone = reference_by_groups(w, H, SPECS[name], size)
+    assert (np.abs(alone - wanted).max() > 1e-3) == (block > size)
 
 
 def test_groups_without_scales_of_their_own_are_refused(layer):
@@ -243,6 +260,18 @@ def test_clip_finds_the_best_window(layer):
         least = np.minimum(least, np.sum(weights * (rounded - w) ** 2, axis=0))
     error = (np.asarray(dequantize(made)) - np.asarray(w)) ** 2
     np.testing.assert_allclose(np.sum(weights * error, axis=0), least, rtol=1e-5)
+
+
+@every_format
+def test_clip_never_costs_more_than_rounding(layer, fmt):
+    """Of weights that lie on the grid rounding costs nothing, and so must clip."""
+    weight, H = layer
+    spec = Spec(fmt, (1,), {0: fmt.tile or 16})
+    diagonal = jnp.diagonal(H)
+    for w in (weight, dequantize(quantize_by_spec(weight, spec))):
+        error = lambda q, w=w: float(jnp.sum(diagonal[:, None] * (dequantize(q) - w) ** 2))  # fmt: skip
+        rounded = error(quantize_by_spec(w, spec))
+        assert error(clip.solve(w, spec, diagonal[None])) <= rounded * (1 + 1e-5)
 
 
 def test_nvfp4_blocks_may_end_at_four():

@@ -121,8 +121,8 @@ def calibrate(
     say = progress or (lambda line: None)
     started = time.time()
     plan = asked.plan(algorithms)
-    batches = list(batches)
-    asked.check_batches(batches)
+    batches = asked.check_batches(batches)
+    asked.check_options(options, plan)
     asked.check_static(provider, plan.before)
     options = asked.weighed(options, plan, loss, targets)
     targets = batches if targets is None else list(targets)
@@ -130,12 +130,12 @@ def calibrate(
         raise ValueError(f"{len(targets)} targets for {len(batches)} batches.")
     quantized, boxes = served.quantize(model, provider, batches[0], params, method)
     program, given = trace(model, batches[0], params=params, method=method)
-    chosen = served.chosen_sites(program, boxes, plan.rounding, plan.before)
+    chosen = served.chosen_sites(program, boxes, plan.rounding, plan.before, plan.after)
     say(f"{len(chosen)} weights in {1 + max(s.stage for s in chosen.values())} stages")
     task = Task(program, given, boxes, chosen, batches, plan, options, rotate.Plan())
     if "rotate" in plan.before:
         task = _turned(task, served.with_quantized_inputs(provider, chosen), say)
-    work = _Work(task, Kept(folder, task, algorithms, loss, targets), say)
+    work = _Work(task, Kept(folder, task, loss, targets), say)
     is_weighed = plan.needs_moments and options.weigh in asked.BY_GRADIENT
     if is_weighed and not work.kept.is_whole:
         work.statistics.weigh_tokens(loss, targets, say)
@@ -152,7 +152,7 @@ def calibrate(
             quantized = served.put_param(quantized, path, value, boxes)
     for path, arrays in solved.items():
         quantized = served.put(quantized, path, arrays, boxes[path])
-    report = work.report(tuple(algorithms), time.time() - started)
+    report = work.report(time.time() - started)
     if isinstance(quantized, nnx.Module):
         return Calibrated(quantized, None, report)
     return Calibrated(quantized[0], quantized[1], report)
@@ -245,11 +245,15 @@ class _Work:
             self.running.shift(*self.bias_of[number], shift)
         self.running.solved[number], self.rows[number] = q, row
 
-    def report(self, algorithms: tuple[str, ...], seconds: float) -> Report:
+    def report(self, seconds: float) -> Report:
+        known = {site.path for site in self.task.chosen.values()}
+        unseen = ["/".join(map(str, path)) for path in self.task.boxes if path not in known]  # fmt: skip
         rows = tuple(self.rows[n] for n in sorted(self.rows))
         ways, folded = self.statistics.ways, len(self.solver.fold_of)
         weighed = (
-            "tokens by gradient" if self.statistics.weights else "all tokens the same"
+            "tokens by gradient"
+            if self.task.options.weigh in asked.BY_GRADIENT
+            else "all tokens the same"
         )
         if ways:
             seen = f"{len(ways)} weights by what attention makes of their inputs"
@@ -259,8 +263,8 @@ class _Work:
             kept = len(self.solver.takes_factors) - folded
             factors = f"factors of {folded} weights folded, of {kept} kept as pre_scale"
         return Report(
-            rows, algorithms, self.task.options.inputs, weighed, seconds,
-            self.distances, self.task.turns.says, factors,
+            rows, self.task.plan.names, self.task.options.inputs, weighed, seconds,
+            self.distances, self.task.turns.says, factors, tuple(sorted(unseen)),
         )  # fmt: skip
 
 

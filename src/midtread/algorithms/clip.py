@@ -40,14 +40,14 @@ _E4M3 = as_format("e4m3")
 
 
 def windows(fmt: Format, rule: str | None) -> np.ndarray:
-    """Factors of absmax to try."""
+    """Factors of absmax to try: 1 is among them, so that no search does worse than absmax."""
     if (rule or fmt.scale or "").startswith("pow2"):
         return np.array([1.0, 0.5, 2.0, 0.25], np.float32)
     if fmt.grid is not None and fmt.bits <= 6:
         return np.linspace(1.6, 0.5, 34, dtype=np.float32)
     if fmt.bits >= 8:
         return np.linspace(1.0, 0.6, 17, dtype=np.float32)
-    return np.linspace(1.1, 0.35, 38, dtype=np.float32)
+    return np.append(np.linspace(1.1, 0.35, 38), 1.0).astype(np.float32)
 
 
 def solve(
@@ -105,12 +105,15 @@ def search(
     factors = windows(spec.format, spec.scale_rule)
     at = functools.partial(_scales_at, spec, widest, float(factors.max()), w.dtype)
 
-    def better(best, factor):
-        scales = at(factor)
+    def loss_of(scales: Scales) -> jax.Array:
         q = quantize_to_scale(w, spec.format, scales.scale, scales.zero_point)
         size = jnp.abs(w.astype(jnp.float32) - dequantize(q, jnp.float32))
         error = cost * (jnp.square(size) if norm == 2 else size**norm)
-        loss = jnp.sum(error.reshape(split), axis=inside).reshape(counts)
+        return jnp.sum(error.reshape(split), axis=inside).reshape(counts)
+
+    def better(best, factor):
+        scales = at(factor)
+        loss = loss_of(scales)
         wins = loss < best[0]
         pick = lambda new, old: jnp.where(wins, new, old)
         kept = jax.tree.map(pick, (scales.scale, scales.zero_point), best[1:])
@@ -120,8 +123,14 @@ def search(
     start = (jnp.full(counts, jnp.inf), first.scale, first.zero_point)
     if first.scale.shape != counts:  # one window for all tiles
         raise ValueError(f"a search for scales needs one window per tile, not {spec}.")
-    (_, scale, zero_point), _ = jax.lax.scan(better, start, jnp.asarray(factors))
-    return Scales(scale, zero_point, first.global_scale)
+    (loss, scale, zero_point), _ = jax.lax.scan(better, start, jnp.asarray(factors))
+    scales = Scales(scale, zero_point, first.global_scale)
+    if first.global_scale is None:
+        return scales
+    # The upper level is another than that of plain rounding, which may be luckier with it.
+    plain = _settle(scales_of(widest, spec), w.dtype)
+    is_worse = jnp.sum(loss_of(plain)) < jnp.sum(loss)
+    return jax.tree.map(lambda a, b: jnp.where(is_worse, b, a), scales, plain)
 
 
 def _scales_at(spec: Spec, widest: dict, most: float, dtype, factor) -> Scales:

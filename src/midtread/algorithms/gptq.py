@@ -67,7 +67,8 @@ class GptqOptions:
         block: rows that are worked off before the others hear of it.
         static_groups: scales are those of the float weight. False: those of a tile are found
             when its turn comes, of its rows as they have been moved by then, which is the
-            paper's way; rows then go in the given order.
+            paper's way; rows then go in the given order. "block": those of all tiles of a block
+            are found when its turn comes, as the paper's own code does, and Qwix's.
     """
 
     damping: float = 0.01
@@ -75,12 +76,13 @@ class GptqOptions:
     scales: str = "searched"
     rounds: int = 2
     block: int = 64
-    static_groups: bool = True
+    static_groups: bool | str = True
 
     def __post_init__(self):
         for name, known in (
             ("order", ("activation", "given")),
             ("scales", ("searched", "spec")),
+            ("static_groups", (True, False, "block")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -88,10 +90,10 @@ class GptqOptions:
                 )
         if self.damping <= 0 or self.block < 1 or self.rounds < 0:
             raise ValueError(f"gptq: damping and block lie above 0 in {self}.")
-        if not self.static_groups and self.order == "activation":
+        if self.static_groups is not True and self.order == "activation":
             raise ValueError(
                 "gptq: scales that are found tile by tile need rows tile by tile: write "
-                "GptqOptions(static_groups=False, order='given')."
+                f"GptqOptions(static_groups={self.static_groups!r}, order='given')."
             )
 
 
@@ -193,7 +195,7 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     if K != axes.extents(ws[0].shape)[1]:
         H = _pad_inputs(H, ws[0].shape, shape, axes)
     # An input that is always 0: its row costs nothing, and may become anything.
-    diagonal = jnp.diagonal(H, axis1=-2, axis2=-1)
+    moments, diagonal = H, jnp.diagonal(H, axis1=-2, axis2=-1)
     H = jnp.where(jnp.eye(K, dtype=bool) & (diagonal == 0)[..., None], 1.0, H)
     mean = jnp.mean(diagonal, axis=-1)[..., None, None]
     damped = H + jnp.eye(K) * options.damping * jnp.where(mean > 0, mean, 1.0)
@@ -223,9 +225,13 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
     grid = jax.tree.map(beside, *(s.grid for s in starts))
     each = _over_stacks(E * G)
     tile = _tile(spec, axes, shape)
-    moves = not options.static_groups and tile != K
+    moves = options.static_groups is not True and tile != K
     if moves:
-        _check_dynamic(spec, tile, starts[0].nearest)
+        if not has_own_scales(spec, axes, shape):
+            raise ValueError(
+                f"gptq: static_groups={options.static_groups!r} needs a scale of its own for "
+                f"every run of inputs, and {spec} has none, one above them all, or a fixed one."
+            )
         feed = functools.partial(_feed_back_by_tile, spec=spec, tile=tile, options=options)  # fmt: skip
         Q, grid = each(feed)(W, damped, grid)
     else:
@@ -256,7 +262,7 @@ def _solve(ws, targets, H, spec: Spec, axes: Axes, options: GptqOptions):
         value = lambda q: lay(dequantize(q).astype(jnp.float32), padded)
         errors = [value(q) - start.W for q in (codes, plain)]
         listed = [start.W, *errors]
-        moved = jnp.split(_matmul(H, beside(*listed)), 3, axis=-1)
+        moved = jnp.split(_matmul(moments, beside(*listed)), 3, axis=-1)
         whole, *sizes = [jnp.sum(a * b) for a, b in zip(listed, moved)]
         # A weight of zeros is exact: its costs are 0 of 0.
         costs = [size / jnp.where(whole > 0, whole, 1.0) for size in sizes]
@@ -444,30 +450,34 @@ def _feed_back(W: jax.Array, H: jax.Array, grid: Grid, *, options: GptqOptions):
     return jnp.zeros((K, n)).at[order].set(Q[:K])
 
 
-def _check_dynamic(spec: Spec, tile: int, scales: Scales) -> None:
-    """Refuses scales that a tile does not have for itself."""
-    if not tile or scales.global_scale is not None or spec.method == "fixed":
-        raise ValueError(
-            f"gptq: static_groups=False needs a scale of its own for every run of inputs, and "
-            f"{spec} has none, one above them all, or a fixed one."
-        )
+def has_own_scales(spec: Spec, axes: Axes, shape: Sequence[int]) -> bool:
+    """Whether every run of inputs, for every output, has a scale that is found for it alone."""
+    padded, _ = spec.layout(tuple(shape))
+    is_above = (spec.scale_rule or spec.format.scale) == "two_level"
+    is_own = not is_above and spec.method != "fixed"
+    return is_own and _tile(spec, axes, padded) != 0
 
 
 def _feed_back_by_tile(
     W: jax.Array, H: jax.Array, grid: Grid, *, spec: Spec, tile: int, options
 ):
     """(rounded rows, the grid they lie on): a tile's scales are of its rows as they stand when
-    all before them are rounded. W [K, n]."""
+    all before them, or before their block, are rounded. W [K, n]."""
     of_tile = dataclasses.replace(spec, channelwise_axes=(1,), tiled_axes={0: tile})
-    U = _inverse_factor(H)
-    down, weights = U.T, jnp.diagonal(H)[:, None]
+    K = len(W)
+    tiles = min(options.block, K) // tile if options.static_groups == "block" else 1
+    block = tile * max(1, tiles)
+    count = -(-K // block)
+    W = jnp.pad(W, ((0, count * block - K), (0, 0)))
+    down, grid = _square(_inverse_factor(H), len(W)).T, _rows_of(grid, len(W))
+    weights = jnp.diagonal(_square(H, len(W)))[:, None]
 
     def work_off(b, state):
         Q, errors, grid = state
-        at = b * tile
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, tile)
+        at = b * block
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, block)
         mine = cut(down)
-        own = jnp.tril(jax.lax.dynamic_slice_in_dim(mine, at, tile, axis=1), -1)
+        own = jnp.tril(jax.lax.dynamic_slice_in_dim(mine, at, block, axis=1), -1)
         start = cut(W) - _matmul(mine, errors)
         if options.scales == "searched":
             scales = clip.search(start, of_tile, cut(weights))
@@ -475,16 +485,15 @@ def _feed_back_by_tile(
             scales = scales_of(calibrate(start, of_tile), of_tile)
         here = spread(scales, of_tile, MATRIX, start.shape)
         here = jax.tree.map(lambda x: x[0], here)
-        diagonal = jnp.diagonal(jax.lax.dynamic_slice_in_dim(mine, at, tile, axis=1))
+        diagonal = jnp.diagonal(jax.lax.dynamic_slice_in_dim(mine, at, block, axis=1))
         finish = lambda i, row, value: (row - value) / diagonal[i]
         values, new = _rows_in_turn(start, own, here, finish)
         grid = jax.tree.map(lambda x, part: _paste(x, part, at), grid, here)
         return _paste(Q, values, at), _paste(errors, new, at), grid
 
     zeros = jnp.zeros_like(W)
-    state = zeros, zeros, grid
-    Q, _, grid = jax.lax.fori_loop(0, len(W) // tile, work_off, state)
-    return Q, grid
+    Q, _, grid = jax.lax.fori_loop(0, count, work_off, (zeros, zeros, grid))
+    return Q[:K], jax.tree.map(lambda x: x[:K], grid)
 
 
 def _descend(W, Q, H, grid: Grid, *, options: GptqOptions, tile: int, is_free: bool):

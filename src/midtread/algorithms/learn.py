@@ -87,7 +87,9 @@ def divergence(outs: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> jax.Ar
     for a, b in zip(outs, wanted):
         if a.ndim > 1:  # a number beside the logits, a loss say, is none
             a, b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
-            total += jnp.mean(jnp.sum(jnp.exp(b) * (b - a), axis=-1))
+            # What cannot happen, a logit of -inf, adds nothing: 0 * (-inf + inf) would be nan.
+            gap = jnp.where(jnp.isneginf(b), 0.0, b - a)
+            total += jnp.mean(jnp.sum(jnp.exp(b) * gap, axis=-1))
     return total
 
 
@@ -289,6 +291,12 @@ def solve(
         return sum(parts) / len(parts)
 
     before = mean()
+    if not np.isfinite(before):
+        raise ValueError(
+            f"learn: the outputs are {before} from the float model's by distance="
+            f"{options.distance!r}: some are not finite. Leave out 'learn', or take another "
+            "distance."
+        )
     for number in range(options.steps):
         turn, at = divmod(number, len(batches))
         if at == 0:
@@ -316,7 +324,7 @@ def solve(
             say(f"learn: step {number + 1} of {options.steps}, distance {now:.4g}")
     after = mean()
     say(f"learn: distance {before:.4g} before, {after:.4g} after")
-    if after >= before:
+    if not after < before:  # nor if a rate was so large that it is nan
         return solved, (before, before)
     learned = {}
     for group, state, q in zip(groups, states, codes_of):

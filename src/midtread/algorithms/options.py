@@ -18,10 +18,9 @@ Algorithms act on a weight in the order of this table, whatever is left out:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,13 +29,23 @@ from midtread.algorithms.gptq import DEFAULT, GptqOptions
 from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.program import as_call
 from midtread.algorithms.rotate import RotateOptions
+from midtread.model.quantize import split_arrays
 from midtread.model.rules import did_you_mean
 from midtread.providers.ptq import PtqProvider
 
 BEFORE = ("rotate", "correct", "smooth", "awq")
 ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("bias", "learn")
+LOOKS = ("correct", "smooth", "awq", "clip", "gptq", "bias")  # at a weight's inputs
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
+# Options that are about some algorithms alone, and these. "correct" takes GPTQ's damping.
+ABOUT = {
+    "correction": ("correct",),
+    "alpha": ("smooth",),
+    "rotate": ("rotate",),
+    "gptq": ("gptq", "correct"),
+    "learn": ("learn",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +117,22 @@ class Plan(NamedTuple):
     after: tuple[str, ...]  # on the codes
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, in order; the way of rounding too, where none was given."""
+        return (*self.before, self.rounding, *self.after)
+
+    @property
+    def looks(self) -> tuple[str, ...]:
+        """Those that look at the inputs of a weight."""
+        return tuple(name for name in self.names if name in LOOKS)
+
+    @property
     def scales_inputs(self) -> bool:
         return bool({"smooth", "awq"} & set(self.before))
 
     @property
     def needs_moments(self) -> bool:
-        looks = self.rounding in ("gptq", "clip") or "bias" in self.after
-        return looks or any(name != "rotate" for name in self.before)
+        return bool(self.looks)
 
 
 def plan(algorithms: Sequence[str]) -> Plan:
@@ -154,6 +172,30 @@ def plan(algorithms: Sequence[str]) -> Plan:
     return Plan(before, rounds[0] if rounds else "round", after)
 
 
+def check_options(options: CalibrationOptions, plan: Plan) -> None:
+    """Refuses options that the algorithms of a plan would not look at."""
+    names, usual = plan.names, CalibrationOptions()
+    for field, about in ABOUT.items():
+        value = getattr(options, field)
+        if value != getattr(usual, field) and not set(about) & set(names):
+            raise ValueError(
+                f"calibrate: {field}={value!r} is an option of {about[0]!r}, which is not among "
+                f"algorithms={list(names)}: leave out the option, or add the algorithm."
+            )
+    if options.inputs == "float" and "correct" in plan.before:
+        raise ValueError(
+            "correct makes up for errors in a layer's inputs, and inputs='float' have none: "
+            "leave out 'correct', or write CalibrationOptions(inputs='quantized')."
+        )
+    looks = [f"weigh={options.weigh!r}"] * (options.weigh in BY_GRADIENT)
+    looks += ["histograms=True"] * options.histograms
+    if looks and not plan.needs_moments:
+        raise ValueError(
+            f"calibrate: {looks[0]} is about a weight's inputs, and algorithms={list(names)} "
+            "look at none: leave it out, or use clip or gptq."
+        )
+
+
 def check_static(provider: PtqProvider, before: tuple[str, ...]) -> None:
     """Refuses ranges of inputs that are found before the inputs are changed."""
     changes = [name for name in before if name in ("rotate", "smooth", "awq")]
@@ -180,27 +222,54 @@ def weighed(
             f"a loss weighs tokens by its gradients, but weigh={weigh!r} takes none: leave "
             "out the loss, or write CalibrationOptions(weigh='gradient')."
         )
+    if options.runs > 1 and weigh not in BY_GRADIENT:
+        raise ValueError(
+            f"calibrate: runs={options.runs} are runs of outputs with gradients of their own, "
+            f"and weigh={weigh!r} takes none: leave it out, or write "
+            "CalibrationOptions(weigh='gradient', ...)."
+        )
     if targets is not None and loss is None:
         raise ValueError("targets are for a loss: give loss=..., or leave them out.")
     return dataclasses.replace(options, weigh=weigh)
 
 
-def check_batches(batches: list[Any]) -> None:
-    """Refuses data that says nothing, or nothing sound."""
+def check_batches(batches: Any, shapes_vary: bool = False) -> list[Any]:
+    """All batches as a list; data that says nothing, or nothing sound, is refused."""
+    if isinstance(batches, Mapping | str) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches are a list of inputs, or a generator of them, not a "
+            f"{type(batches).__name__}: write [batch] for one."
+        )
+    batches = list(batches)
     if not batches:
-        raise ValueError("calibrate got no batches: give some inputs of the model.")
-    shapes = lambda batch: [np.shape(x) for x in jax.tree.leaves(as_call(batch))]
+        raise ValueError("there are no batches: give some inputs of the model.")
     for number, batch in enumerate(batches):
-        leaves = jax.tree.leaves(as_call(batch))
-        if not leaves or any(0 in np.shape(x) for x in leaves):
-            raise ValueError(f"batch {number} is empty: {shapes(batch)}.")
-        if shapes(batch) != shapes(batches[0]):
+        _check_batch(number, batch)
+        if not shapes_vary and _shapes(batch) != _shapes(batches[0]):
             raise ValueError(
-                f"batch {number} has the shapes {shapes(batch)}, the first one "
-                f"{shapes(batches[0])}: drop the last batch if it is shorter."
+                f"batch {number} has the shapes {_shapes(batch)}, the first one "
+                f"{_shapes(batches[0])}: drop the last batch if it is shorter."
             )
-        for x in leaves:
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating) and not bool(
-                jnp.isfinite(x).all()
-            ):
-                raise ValueError(f"batch {number} holds numbers that are not finite.")
+    return batches
+
+
+def _check_batch(number: int, batch: Any) -> None:
+    """Refuses a batch that is empty, or holds numbers that are none."""
+    arrays = _arrays(batch)
+    if not arrays or any(0 in np.shape(x) for x in arrays):
+        raise ValueError(
+            f"batch {number} is empty: {_shapes(batch) or 'it holds no arrays'}."
+        )
+    for x in arrays:
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating) and not bool(
+            jnp.isfinite(x).all()
+        ):
+            raise ValueError(f"batch {number} holds numbers that are not finite.")
+
+
+def _arrays(batch: Any) -> list[Any]:
+    return [x for x in split_arrays(*as_call(batch))[0] if x is not None]
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [np.shape(x) for x in _arrays(batch)]

@@ -139,9 +139,12 @@ class Marker(QuantizationProvider):
 
     def _turn(self, x: jax.Array) -> tuple[int, ...] | None:
         """For a parameter: axis i of x is the parameter's axis [i]. None for others."""
-        module = intercept.current_module()
-        name = find_param(module, x)
-        return None if name is None else turn_of(module, name, x)
+        owner = intercept.current_module()
+        name = find_param(owner, x)
+        if name is None:  # it may be another module's, or lie in a list
+            owner, name, moves = self.find_part(owner, x) or (owner, None, [])
+            name = name if all(m.name == "transpose" for m in moves) else None
+        return None if name is None else turn_of(owner, name, x)
 
     def _mark(self, op: str, weights: dict, c: Contraction, lhs, rhs) -> jax.Array:
         operands = {"lhs": lhs, "rhs": rhs}
@@ -213,14 +216,13 @@ def trace(
     """
     call = as_call(batch)
     arrays, rebuild = split_arrays(*call)
+    check_method(model, method)
     marker = Marker()
     if isinstance(model, nnx.Module):
         run, flat = _nnx_run(model, marker, method, call)
     elif isinstance(model, nn.Module):
         run, flat = _linen_run(model, marker, method, params)
     elif callable(model):
-        if method != "__call__":
-            raise ValueError(f"a function has no method {method!r}: leave it out.")
         run, flat = _function_run(model, marker, params)
     else:
         raise TypeError(
@@ -233,6 +235,15 @@ def trace(
         return run(flat, *args, **kwargs)
 
     return _program(run_on_arrays, flat, arrays, marker), flat
+
+
+def check_method(model: Any, method: str) -> None:
+    """Refuses a method that a model does not have."""
+    is_module = isinstance(model, nnx.Module | nn.Module)
+    if is_module and not callable(getattr(model, method, None)):
+        raise ValueError(f"{type(model).__name__} has no method {method!r}.")
+    if not is_module and method != "__call__":
+        raise ValueError(f"a function has no method {method!r}: leave it out.")
 
 
 # The three below return (a function of the parameters by path and a call's arguments that runs

@@ -32,6 +32,7 @@ class Report:
     distances: tuple[float, float] | None = None
     turns: str = ""  # what was rotated
     factors: str = ""  # where factors of inputs went
+    unseen: tuple[str, ...] = ()  # weights in codes that meet no contraction
 
     @property
     def worst(self) -> tuple[Row, ...]:
@@ -63,6 +64,8 @@ class Report:
             learned = (
                 f"learning took the outputs' distance from {before:.3g} to {after:.3g}",
             )
+        if self.unseen:
+            last += f"; rounded to nearest, since they meet no contraction: {', '.join(self.unseen)}"
         return "\n".join(
             [table(lines, {2, 3, 4, 5} if counted else {2, 3, 4}), "", last, *learned]
         )

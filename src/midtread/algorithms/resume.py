@@ -1,6 +1,7 @@
 """Resume: solved weights in a folder, so that a killed calibration goes on after the last.
 
-    calibration.json    digests of what the weights depend on: model, data, loss, rules, options
+    calibration.json    digests of what the weights depend on: the model's weights and what it
+                        does with them, data, loss, rules, options
     0.npz 1.npz ...     one weight each, whole or not there
 
 A folder of another calibration is refused. What comes after all weights are solved, learning
@@ -13,12 +14,14 @@ import hashlib
 import inspect
 import json
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from midtread.algorithms.program import is_literal
 from midtread.algorithms.report import Row
 from midtread.algorithms.task import Task
 from midtread.numerics.qarray import QArray
@@ -29,13 +32,19 @@ META = ("qtype", "logical")  # of a QArray: what is no array
 class Kept:
     """Solved weights in a folder: one file each, whole or not there."""
 
-    def __init__(self, folder, task: Task, algorithms, loss, targets):
+    def __init__(self, folder, task: Task, loss, targets):
         self.folder = None if folder is None else pathlib.Path(folder)
         self.task = task
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        mine = _fingerprint(task, algorithms, loss, targets)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"folder={str(folder)!r}: {error.strerror}. Give another folder for solved "
+                "weights."
+            ) from None
+        mine = _fingerprint(task, loss, targets)
         file = self.folder / "calibration.json"
         if file.is_file() and json.loads(file.read_text()) != mine:
             raise ValueError(
@@ -96,21 +105,43 @@ class Kept:
         partial.rename(self._file(number))
 
 
-def _fingerprint(task: Task, algorithms, loss, targets) -> dict[str, str]:
+def _fingerprint(task: Task, loss, targets) -> dict[str, str]:
     """Returns digests of what a calibration's weights depend on."""
     digest = lambda arrays: hashlib.sha256(
         b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
     ).hexdigest()
     sites = [f"{s.name} {task.boxes[s.path].how}" for s in task.chosen.values()]
+    online = [task.chosen[n].name for n in task.turns.online]
     return {
         "weights": digest(task.floats[path] for path in sorted(task.floats)),
+        "constants": digest(map(_plain_array, task.program.constants.values())),
+        "equations": hashlib.sha256(
+            "\n".join(_equations(task.program.eqns)).encode()
+        ).hexdigest(),
+        "rotated at run time": ",".join(online),
         "batches": digest(x for b in task.batches for x in task.program.arrays(b)),
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
-        "algorithms": ",".join(algorithms),
+        "algorithms": ",".join(task.plan.names),
         "options": str(task.options),
         "loss": _described(loss),
         "targets": "" if loss is None else digest(jax.tree.leaves(targets)),
     }
+
+
+def _equations(eqns: Iterable[Any]) -> Iterator[str]:
+    """What equations do, as far as it is the same in every process: objects are left out."""
+    for eqn in eqns:
+        operands = [str(v.val if is_literal(v) else v.aval) for v in eqn.invars]
+        yield f"{eqn.primitive.name} {operands}"
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner.eqns)
+
+
+def _plain_array(x: Any) -> Any:
+    is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
 
 
 def _described(loss: Any) -> str:

@@ -11,19 +11,24 @@ a table that is also rules: `print` it, give `.rules` to a provider, or write `.
 
 Errors are mean squared changes of the outputs, relative to the outputs; those of weights that
 are quantized together are taken to add up, as they do while they are small. Rules know
-modules: layers that are stacked in one parameter (a scan) share their rule.
+modules, so layers that are stacked in one parameter (a scan) have one format, and so have all
+weights that one module multiplies by.
 """
 
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
-from midtread.algorithms.program import Site, trace
+from midtread.algorithms.options import check_batches
+from midtread.algorithms.program import Site, open_params, trace
 from midtread.algorithms.stages import outputs
 from midtread.kernels import measured
 from midtread.model import flaxlib
@@ -39,7 +44,7 @@ class Choice:
     """One weight in one format."""
 
     weight: str  # 'decoder/layers/mlp/wo/kernel'
-    module_path: str
+    modules: tuple[str, ...]  # that multiply by it, as rules know them
     format: str
     tile_size: int | None
     bits: float  # per element, scales included
@@ -49,10 +54,11 @@ class Choice:
 
     @property
     def rule(self) -> QuantizationRule:
+        path = "|".join(map(_literal, self.modules))
         if self.format == "float":
-            return QuantizationRule(module_path=_literal(self.module_path))
+            return QuantizationRule(module_path=path)
         return QuantizationRule(
-            module_path=_literal(self.module_path),
+            module_path=path,
             weight_qtype=self.format,
             tile_size=self.tile_size,
         )
@@ -73,7 +79,8 @@ class Table:
     @property
     def rules(self) -> list[QuantizationRule]:
         """A rule per module, for a PtqProvider."""
-        return list({c.module_path: c.rule for c in self.choices}.values())
+        rules = [c.rule for c in self.choices]
+        return list({rule.module_path: rule for rule in rules}.values())
 
     def to_yaml(self) -> str:
         """The rules as `load_rules` reads them."""
@@ -115,9 +122,7 @@ class _Model:
     """A program that runs with some weights rounded."""
 
     def __init__(self, model, batches, loss, params, method):
-        self.batches = list(batches)
-        if not self.batches:
-            raise ValueError("give some batches: inputs of the model to judge it by.")
+        self.batches = check_batches(batches, shapes_vary=True)
         if isinstance(model, nn.Module) and "params" not in (params or ()):
             raise ValueError(
                 "a Linen model needs its variables: params={'params': ...}."
@@ -161,11 +166,20 @@ class _Model:
 
     def weights_of(self, other: Any, params: Any) -> dict[tuple, jax.Array]:
         """{path: float array} of another model's parameters that are weights here."""
-        tree = other if params is None else params["params"]
+        if not isinstance(other, nnx.Module) and params is None:
+            raise ValueError(
+                "the other model's weights are not in it: give other_params=..., too."
+            )
+        if isinstance(other, nnx.Module):
+            at = functools.partial(flaxlib.value_at, other)
+        elif isinstance(other, nn.Module):
+            at = functools.partial(flaxlib.value_at, params["params"])
+        else:
+            at = open_params(params)[0].get
         weights = {}
         for path in self.sites:
             w = self.floats[path]
-            box = flaxlib.unbox(flaxlib.value_at(tree, path))
+            box = flaxlib.unbox(at(path))
             box = getattr(box, "array", box)  # of a WithAux
             theirs = dequantize(box, w.dtype) if isinstance(box, QArray) else box
             if getattr(theirs, "shape", None) != w.shape:
@@ -176,6 +190,21 @@ class _Model:
                 )
             weights[path] = theirs.astype(w.dtype)
         return weights
+
+    def modules(self, path: tuple) -> tuple[str, ...]:
+        """The paths, as rules know them, of what multiplies by a weight."""
+        return tuple(dict.fromkeys(site.module for site in self.sites[path]))
+
+    def bundles(self) -> list[list[tuple]]:
+        """Weights that rules tell apart: those that a module has in common are in one list."""
+        bundles: list[list[tuple]] = []
+        for path in self.sites:
+            own = set(self.modules(path))
+            meets = lambda b, own=own: any(own & set(self.modules(p)) for p in b)
+            same = [b for b in bundles if meets(b)]
+            bundles = [b for b in bundles if b not in same]
+            bundles.append([*(p for b in same for p in b), path])
+        return bundles
 
     def rounded(self, path: tuple, qtype: Any, tile: int | None):
         """(the parameter rounded to nearest, bits per element)."""
@@ -216,7 +245,7 @@ def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:
             error, grown = runner.judge({path: w})
             choice = Choice(
                 "/".join(map(str, path)),
-                "/".join(map(str, path[:-1])),
+                runner.modules(path),
                 as_format(name).name,
                 tile or as_format(name).tile,
                 bits,
@@ -324,9 +353,10 @@ def bisect(
     else:
         changed = runner.weights_of(other, other_params)
         tried = {p: _changed(runner, p, w) for p, w in changed.items()}
-    order = sorted(tried, key=lambda p: -tried[p].error)
+    alone = lambda bundle: -sum(tried[p].error for p in bundle)
+    order = sorted(runner.bundles(), key=alone)
     whole, _ = runner.judge(changed)
-    left = lambda count: runner.judge({p: changed[p] for p in order[count:]})[0]
+    left = lambda count: runner.judge({p: changed[p] for b in order[count:] for p in b})[0]  # fmt: skip
     # With `low` weights as they were the error is too large, with `high` small enough.
     low, high = 0, len(order)
     while high - low > 1:
@@ -335,10 +365,11 @@ def bisect(
         low, high = (low, middle) if is_enough else (middle, high)
     chosen = tuple(
         dataclasses.replace(tried[p], format="float", tile_size=None, bits=16.0)
-        for p in order[:high]
+        for bundle in order[:high]
+        for p in bundle
     )
     says = (
-        f"{high} of {len(order)} weights make up {100 * share:.0f}% of an error of "
+        f"{len(chosen)} of {len(tried)} weights make up {100 * share:.0f}% of an error of "
         f"{whole:.3g}"
     )
     return Table(chosen, says)
@@ -347,8 +378,10 @@ def bisect(
 def _changed(runner: _Model, path: tuple, w: jax.Array) -> Choice:
     """One weight of another model, in the first."""
     error, _ = runner.judge({path: w})
-    name, module = ("/".join(map(str, part)) for part in (path, path[:-1]))
-    return Choice(name, module, "float", None, 16.0, w.size, error, None)
+    name = "/".join(map(str, path))
+    return Choice(
+        name, runner.modules(path), "float", None, 16.0, w.size, error, None
+    )  # fmt: skip
 
 
 def allocate(
@@ -408,6 +441,8 @@ def allocate(
             f"formats={formats!r}: give a list to choose from, as in ['int4', 'int8']."
         )
     ((unit, room),) = given.items()
+    if not isinstance(room, numbers.Real) or math.isnan(room):
+        raise ValueError(f"{unit}={room!r} is no budget: give a number.")
     kind = device or jax.devices()[0].device_kind
     if unit == "milliseconds":
         for name in formats:  # refused before anything is run
@@ -421,10 +456,15 @@ def allocate(
         "nbytes": lambda c: c.bits * c.size / 8,
         "milliseconds": lambda c: _milliseconds(kind, c.format, c.size, rows),
     }
-    price = prices[unit]
-    now = {p: min(cs, key=lambda c: (price(c), c.error)) for p, cs in tried.items()}
-    spent = sum(map(price, now.values()))
-    bits_now = lambda: sum(c.bits * c.size for c in now.values())
+    # Weights of one module, which rules do not tell apart, change their format together.
+    bundles = [
+        [tuple(choices) for choices in zip(*(tried[p] for p in bundle))]
+        for bundle in runner.bundles()
+    ]
+    price = lambda bundle: sum(map(prices[unit], bundle))
+    error = lambda bundle: sum(c.error for c in bundle)
+    now = [min(bs, key=lambda b: (price(b), error(b))) for bs in bundles]
+    spent = sum(map(price, now))
     if spent > room:
         what = {"bits": "bits a weight, scales included", "nbytes": "bytes in all"}
         raise ValueError(
@@ -433,24 +473,25 @@ def allocate(
         )
     while True:
         steps = [
-            ((now[p].error - c.error) / max(price(c) - price(now[p]), 1e-30), p, c)
-            for p, cs in tried.items()
-            for c in cs
-            if price(c) >= price(now[p])
-            and c.error < now[p].error
-            and spent + price(c) - price(now[p]) <= room
+            ((error(old) - error(b)) / max(price(b) - price(old), 1e-30), i, b)
+            for i, old in enumerate(now)
+            for b in bundles[i]
+            if price(b) >= price(old)
+            and error(b) < error(old)
+            and spent + price(b) - price(old) <= room
         ]
         if not steps:
             break
-        _, path, choice = max(steps, key=lambda step: step[0])
-        spent += price(choice) - price(now[path])
-        now[path] = choice
-    choices = tuple(sorted(now.values(), key=lambda c: -c.error))
-    total = sum(c.error for c in choices)
-    says = f"{bits_now() / size:.2f} bits a weight, {bits_now() / 8:,.0f} bytes, "
+        _, i, bundle = max(steps, key=lambda step: step[0])
+        spent += price(bundle) - price(now[i])
+        now[i] = bundle
+    listed = [c for bundle in now for c in bundle]
+    choices = tuple(sorted(listed, key=lambda c: -c.error))
+    bits_now = sum(c.bits * c.size for c in choices)
+    says = f"{bits_now / size:.2f} bits a weight, {bits_now / 8:,.0f} bytes, "
     if unit == "milliseconds":
         says += f"{spent:.3g} ms a step of {kind} with {rows} rows, "
-    return Table(choices, f"{says}errors add to {total:.3g}")
+    return Table(choices, f"{says}errors add to {error(choices):.3g}")
 
 
 def _milliseconds(kind: str, fmt: Any, size: int, rows: int) -> float:

@@ -18,7 +18,15 @@ from flax import linen as nn
 from flax import nnx
 
 from midtread.algorithms import collect
-from midtread.algorithms.program import Program, Site, as_call, open_params, trace
+from midtread.algorithms.options import Plan
+from midtread.algorithms.program import (
+    Program,
+    Site,
+    as_call,
+    check_method,
+    open_params,
+    trace,
+)
 from midtread.model import flaxlib
 from midtread.model.boxes import WithAux
 from midtread.model.function import quantize_function
@@ -33,8 +41,10 @@ def quantize(model, provider, batch, params, method) -> tuple[Any, dict]:
     """(the model rounded to nearest, {path: box} of its quantized weights)."""
     if not isinstance(provider, PtqProvider):
         raise TypeError(
-            f"calibrate serves a model: give it a PtqProvider, not {provider!r}."
+            f"calibrate serves a model: give it a PtqProvider, not a "
+            f"{type(provider).__name__}."
         )
+    check_method(model, method)
     args, kwargs = as_call(batch)
     if isinstance(model, nnx.Module):
         quantized = quantize_model(model, provider, *args, methods=(method,), **kwargs)
@@ -109,10 +119,11 @@ def _function(fn, provider, batch, params, method) -> tuple[Any, dict]:
 
 
 def chosen_sites(
-    program: Program, boxes: dict, rounding: str, before
+    program: Program, boxes: dict, rounding: str, before, after=()
 ) -> dict[int, Site]:
     """{number: site} of the weights to solve for: each at its first use."""
     by_name = {tuple(map(str, path)): path for path in boxes}
+    looks = Plan(before, rounding, after).looks
     chosen: dict[int, Site] = {}
     seen = set()
     for number, site in enumerate(program.sites):
@@ -121,11 +132,10 @@ def chosen_sites(
             continue
         seen.add((path, site.layer))
         why = collect.why_not(site)
-        if why and (before or rounding == "gptq"):
-            names = [*before, *[rounding][: rounding == "gptq"]]
+        if why and looks:
             raise ValueError(
-                f"{site.name}: {names[0]} cannot take this {site.op}: {why}. Leave it out of "
-                "the rules, or calibrate with algorithms=['clip']."
+                f"{site.name}: {looks[0]} cannot take this {site.op}: {why}. Leave it out "
+                "of the rules, or calibrate with algorithms=['hqq'], which looks at no inputs."
             )
         chosen[number] = dataclasses.replace(site, path=path)
     if not chosen:

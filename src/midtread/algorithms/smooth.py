@@ -75,7 +75,13 @@ def smooth_together(
 
 
 def awq(
-    w: jax.Array, spec: Spec, H: jax.Array, axes: Axes = MATRIX, num: int = 20
+    w: jax.Array,
+    spec: Spec,
+    H: jax.Array,
+    axes: Axes = MATRIX,
+    num: int = 20,
+    *,
+    to_one: bool = False,
 ) -> jax.Array:
     """AWQ's factors, [E, K]: the ratio of 0, 1/num, ... that leaves the least error.
 
@@ -83,14 +89,16 @@ def awq(
         w: a weight.
         spec: how w / p will be quantized.
         H: second moments of the inputs, [E, G, K, K].
+        num: how many ratios are tried.
+        to_one: ratios end with 1, as Qwix's do, instead of before it.
 
     Returns:
         What inputs are multiplied by; 1 for all where nothing is better.
     """
-    return awq_together([w], (spec,), [H], (axes,), num)
+    return awq_together([w], (spec,), [H], (axes,), num, to_one=to_one)
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "axes", "num"))
+@functools.partial(jax.jit, static_argnames=("specs", "axes", "num", "to_one"))
 def awq_together(
     weights: Sequence[jax.Array],
     specs: tuple[Spec, ...],
@@ -98,11 +106,13 @@ def awq_together(
     axes: tuple[Axes, ...],
     num: int = 20,
     ties: jax.Array | None = None,
+    to_one: bool = False,
 ) -> jax.Array:
     """AWQ's factors of weights that share their input: errors are those of all outputs.
 
     Args:
         weights, specs, moments, axes: of every weight, as for `awq`.
+        num, to_one: which ratios are tried, as for `awq`.
         ties: [K], inputs with the same number have the same factor.
     """
     moments = [H.mean(1) for H in moments]
@@ -124,7 +134,7 @@ def awq_together(
             total += jnp.sum(error * (H @ error))
         return total
 
-    ratios = jnp.arange(num, dtype=jnp.float32) / num
+    ratios = jnp.arange(num, dtype=jnp.float32) / (num - to_one)
     return factors(ratios[jnp.argmin(jax.lax.map(cost, ratios))])
 
 

@@ -42,7 +42,7 @@ def calibrated(
             provider,
             inputs,
             algorithms=names,
-            options=OPTIONS,
+            options=LEARNING if "learn" in names else algorithms.CalibrationOptions(),
             folder=folder,
             progress=say,
         )
@@ -67,6 +67,6 @@ def _batches(config: Config, say: Callable[[str], None]) -> list[data.Batch]:
 
 INPUTS = ("inputs", "positions", "segments")
 # What is learned from outputs that are logits is their distribution.
-OPTIONS = algorithms.CalibrationOptions(
+LEARNING = algorithms.CalibrationOptions(
     learn=dataclasses.replace(learn.DEFAULT, distance="divergence")
 )

@@ -95,6 +95,7 @@ def sections(
         )
         parts.append(Section(f"Among the worst: {row.name}", text, picture))
     notes = tuple((row.name, row.note) for row in report.rows if row.note)
+    notes += tuple((name, "rounded: it meets no contraction") for name in report.unseen)
     text = "" if notes else "Nothing: every weight was solved as asked."
     columns = ("weight", "why") if notes else ()
     parts.append(

@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from midtread.algorithms import gptq, smooth
+from midtread.algorithms import smooth
 from midtread.algorithms.weight import Axes, over_inputs
-from midtread.interop.qwix.solvers import solved_params
+from midtread.interop.qwix.solvers import published_gptq, solved_params
 from midtread.model import flaxlib, intercept
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
@@ -199,13 +199,10 @@ def gptq_quantize_params(
     gptq_damping_factor: float = 0.01,
 ) -> Any:
     """Parameters of a model under PtqProvider, by GPTQ as published."""
-    options = gptq.GptqOptions(
-        damping=gptq_damping_factor, block=gptq_block_size, order="given",
-        scales="spec", rounds=0,
-    )  # fmt: skip
 
     def solve(w, spec, stat, axes) -> QArray:
-        return gptq.solve(w, spec, stat["hessian"], axes, options).array
+        size, damping = gptq_block_size, gptq_damping_factor
+        return published_gptq(w, spec, stat["hessian"], axes, size, damping)
 
     return _calibrated(
         params, abstract_quantized_params, gptq_quant_stats, "_gptq", solve,
@@ -225,7 +222,8 @@ def awq_quantize_params(
 
     def solve(w, spec, stat, axes) -> QArray:
         H = jnp.diag(jnp.square(stat["act_scale"]))[None, None]
-        return _with_factors(w, spec, smooth.awq(w, spec, H, axes, n_grid), axes)
+        factors = smooth.awq(w, spec, H, axes, n_grid, to_one=True)
+        return _with_factors(w, spec, factors, axes)
 
     return _calibrated(
         params, abstract_quantized_params, awq_quant_stats, "_awq", solve,

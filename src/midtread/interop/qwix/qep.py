@@ -3,7 +3,7 @@
 `quantize` goes through a Linen model layer by layer, gives each layer the inputs that the
 quantized layers before it make, and corrects its weight for what those inputs lack before
 GPTQ (Arai & Ichikawa 2025): it is `mt.calibrate(..., algorithms=["correct", "gptq"])`, with
-GPTQ as published. Where Qwix's loses its place when a module has two matched operations, or
+GPTQ as published, but scales of the float weight. Where Qwix's loses its place when a module has two matched operations, or
 one is batched, here every contraction is taken.
 
 `hadamard_rotate_inputs` turns both operands of a product so that outliers of few inputs
@@ -117,10 +117,12 @@ def quantize(
     (method,) = methods
     strength = _strength(rules, gptq_damping_factor)
     options = CalibrationOptions(
-        weigh="none", correction=strength, min_tokens=0.0,
+        weigh="none", min_tokens=0.0,
         gptq=GptqOptions(damping=gptq_damping_factor, block=gptq_block_size,
                          order="given", scales="spec", rounds=0),
     )  # fmt: skip
+    if strength:
+        options = dataclasses.replace(options, correction=strength)
     provider = PtqProvider([_plain(rule) for rule in rules])
     calls = [_arguments(batch, batch_adapter) for batch in batches]
     result = calibrate(

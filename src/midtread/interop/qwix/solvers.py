@@ -2,8 +2,7 @@
 
 Its weights are [rows, columns], columns being the inputs that are summed; ours are the other
 way round, and any number of axes, so these functions say which axis is which and hand over
-to `midtread.algorithms`. Groups of GPTQ have the scales of the float weight here ("static
-groups"), where Qwix takes those of the weight as it has been updated by then.
+to `midtread.algorithms`. Where GPTQ's codes cost more than rounding to nearest, these are taken.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from midtread.algorithms import correct, gptq, smooth
-from midtread.algorithms.weight import Axes
+from midtread.algorithms.weight import Axes, over_inputs
 from midtread.interop.qwix import arrays
 from midtread.interop.qwix.arrays import HowToQuantize
 from midtread.model import flaxlib
@@ -65,6 +64,20 @@ def quantize_column(
     return q.qvalue, dequantize(q)
 
 
+def published_gptq(
+    w: jax.Array, spec: Spec, H: jax.Array, axes: Axes, block: int, damping: float
+) -> QArray:
+    """Codes by GPTQ as Qwix does it: inputs that are always 0 have weights of 0, and a block's
+    groups are scaled when it is reached, if they have scales of their own."""
+    options = gptq.GptqOptions(
+        damping=damping, block=block, order="given", scales="spec", rounds=0,
+        static_groups="block" if gptq.has_own_scales(spec, axes, w.shape) else True,
+    )  # fmt: skip
+    is_alive = over_inputs(jnp.diagonal(H)[None] != 0, axes, w.shape)
+    w = jnp.where(is_alive, w, jnp.zeros_like(w))
+    return gptq.solve(w, spec, H, axes, options).array
+
+
 def gptq_quantize_weight(
     W: jax.Array,
     H: jax.Array,
@@ -77,18 +90,15 @@ def gptq_quantize_weight(
     Errors of columns are fed back by the factor U of the damped H^-1, W - Q = E U, and an
     element's loss is half the square of its E.
     """
-    options = gptq.GptqOptions(
-        damping=percdamp, block=blocksize, order="given", scales="spec", rounds=0
-    )
-    q = gptq.solve(W, _spec(how), H, COLUMNS, options).array
+    q = published_gptq(W, _spec(how), H, COLUMNS, blocksize, percdamp)
     diagonal = jnp.diag(H)
+    W = jnp.where(diagonal == 0, 0.0, W)
     damped = H + jnp.diag(
         jnp.where(diagonal == 0, 1.0, 0.0) + percdamp * jnp.mean(diagonal)
     )
     inverse = cholesky_inverse(jnp.linalg.cholesky(damped))
     U = jnp.linalg.cholesky(inverse, upper=True)
-    gap = jnp.where(diagonal == 0, 0.0, W - dequantize(q))
-    errors = jax.scipy.linalg.solve_triangular(U.T, gap.T, lower=True).T
+    errors = jax.scipy.linalg.solve_triangular(U.T, (W - dequantize(q)).T, lower=True).T
     return q, jnp.square(errors) / 2
 
 
@@ -111,7 +121,7 @@ def search_optimal_scales(
     size = activation_scales / (jnp.max(activation_scales) + 1e-8)
     size = jnp.clip(size, min=min_scale)
     H = jnp.diag(jnp.square(size))[None, None]
-    return 1 / smooth.awq(w, _spec(how), H, COLUMNS, n_grid)
+    return 1 / smooth.awq(w, _spec(how), H, COLUMNS, n_grid, to_one=True)
 
 
 def awq_quantize_weight(
