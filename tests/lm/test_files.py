@@ -3,11 +3,12 @@
 import dataclasses
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from midtread.lm import data, files, settings
+from midtread.lm import data, files, settings, stream
 from midtread.lm.stream import Documents
 from midtread.lm.train import _from_json
 from midtread.lm.usage import UsageError
@@ -32,8 +33,10 @@ def folder(tmp_path):
 
 def config(folder, kind, *words):
     path = folder if kind != "text" else folder / "*.txt"
-    words = [f"dataset_type={kind}", f"dataset_path={path}", *words]
-    return settings.load(["tiny", "dataset_memory_mb=0", "eval_steps=1", *words])
+    values = {"dataset_memory_mb": 0, "eval_steps": 1}
+    values |= {"dataset_type": kind, "dataset_path": path}
+    values |= dict(word.split("=") for word in words)
+    return settings.load(["tiny", *(f"{k}={v}" for k, v in values.items())])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -51,6 +54,37 @@ def test_a_large_text_is_cut_where_lines_end(tmp_path, monkeypatch):
     pieces = [records[i]["text"] for i in range(len(records))]
     assert "".join(pieces[:-1]) == text and pieces[-1] == "short"
     assert max(map(len, pieces)) < 1100 and all(p.endswith("\n") for p in pieces[:-1])
+
+
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_a_text_of_any_size_is_cut_often_enough_to_hold_some_out(tmp_path, end):
+    """Also one that is a single line, whose letters stay whole."""
+    text = "".join(f"line {i} with some wörds€{end}" for i in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    records = data._records(config(tmp_path, "text"))
+    pieces = [records[i]["text"] for i in range(len(records))]
+    assert "".join(pieces) == text and len(pieces) >= 40
+    data.splits(config(tmp_path, "text"))
+
+
+def test_bytes_that_are_no_text_stop_a_run_where_they_are(tmp_path):
+    """The beginning and the end of a large file are read before it begins."""
+    lines = [b"a line of text\n"] * 20_000
+    lines[10_000] = b"\xff\xfe of something else\n"
+    (tmp_path / "a.txt").write_bytes(b"".join(lines))
+    wrong = config(tmp_path, "text")
+    with pytest.raises(UsageError, match="a.txt is not text: byte 150000 of it"):
+        batches = data.batches(data.splits(wrong).train, wrong)
+        for _ in range(4000):
+            next(batches)
+
+
+@pytest.mark.parametrize("megabytes", [0, 512])
+def test_a_mark_of_byte_order_is_no_part_of_a_record(folder, megabytes):
+    content = (folder / "a.jsonl").read_bytes()
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
+    marked = config(folder, "jsonl", f"dataset_memory_mb={megabytes}")
+    assert len(data.splits(marked).held_out)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -82,6 +116,51 @@ def test_groups_are_shuffled_and_nothing_is_lost(folder):
     )
     changes = sum(group(a) != group(b) for a, b in zip(epochs[0], epochs[0][1:]))
     assert changes == len(records.files) - 1  # each group is read once
+
+
+def test_a_row_costs_nothing_that_grows_with_its_group():
+    """pyarrow writes a million rows to a group, if nobody says otherwise."""
+
+    class Records:
+        starts = np.array([0, 2**20, 2**21])
+        __len__ = lambda self: int(self.starts[-1])
+        __getitem__ = lambda self, number: {"text": str(number)}
+
+    order = files.Shuffled(Documents(Records(), "text", 20), seed=0)
+    assert order[0] != order[1]
+    tracemalloc.start()
+    assert len({order[i] for i in range(50)}) == 50
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20, peak
+
+
+@pytest.mark.parametrize("megabytes,most", [(0, 1), (512, files.GROUPS)])
+def test_groups_that_are_held_are_few_and_fit(folder, megabytes, most):
+    files._held.clear()
+    records = data._records(config(folder, "parquet", f"dataset_memory_mb={megabytes}"))
+    for number in (0, 30, 55, 62, 85, 0):
+        assert records[number]["text"] == TEXTS[number]
+    assert len(files._held) == most
+
+
+def test_held_out_documents_are_read_group_by_group(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"document {i}" for i in range(4000)]
+    table = pa.table({"text": texts})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=400)
+    files._held.clear()
+    reads, read = [], files._read_group
+    monkeypatch.setattr(files, "_read_group", lambda *a: reads.append(a) or read(*a))
+    made = config(tmp_path, "parquet", "eval_steps=10")
+    held_out = data.splits(made).held_out
+    count = len(held_out.starts)
+    assert count > 90 and len(reads) < 50
+    first = int(stream.GOLDEN % 1 * 200)  # the second document, which was 0
+    text = bytes(held_out.tokens[held_out.starts[1] : held_out.starts[2] - 1].tolist())
+    assert text.decode() == texts[20 * first + 19]
 
 
 BAD = {

@@ -351,15 +351,16 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole(tmp_path):
         assert (np.asarray(one[..., 0]) > 0).all()
 
 
-def test_norms_do_not_decay():
-    net = model.abstract(Model(num_decoder_layers=2))
-    decays = optimizer._decays(step.take_apart(net).learned)
-    flat = jax.tree_util.tree_leaves_with_path(decays)
-    kinds = {
-        str(path[-2].key if hasattr(path[-2], "key") else path[-1]): v
-        for path, v in flat
-    }
-    assert kinds["scale"] is False and kinds["kernel"] is True
+def test_only_matrices_decay():
+    m = Model(num_decoder_layers=2, attention_bias="all", attention_sink=True,
+              mlp_bias=True, num_experts=4, num_experts_per_tok=2)  # fmt: skip
+    params = nnx.state(model.abstract(m), nnx.Param)
+    decays = nnx.to_flat_state(jax.tree.map(bool, optimizer._decays(params)))
+    axes = {path: var.get_metadata()["out_sharding"] for path, var in decays}
+    for path, var in decays:
+        outside = [n for n in axes[path] if n not in ("layers", "experts")]
+        assert bool(var.get_value()) is (len(outside) > 1), path
+    assert any("sinks" in path for path, _ in decays)
 
 
 def test_the_learning_rate_warms_up_and_ends():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import midtread as mt
 from midtread import optim
@@ -194,9 +195,118 @@ def test_hyperparameters_can_be_injected():
     jax.tree.map(close, got, want)  # rates are arrays, and multiplied elsewhere
 
 
+MAKES = [optim.adamw, optim.lion, optim.adafactor]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_first_moment_that_is_injected_is_there(make):
+    params = {"w": jnp.ones((64, 256))}
+    tx = optax.inject_hyperparams(make)(learning_rate=1e-3)
+    got, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    plain = make(1e-3)
+    want, _ = jax.jit(plain.update)(params, plain.init(params), params)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_nothing_to_move(make):
+    """A label that no parameter has, and a mask that leaves none."""
+    params = {"w": jnp.ones((64, 256))}
+    tx = optax.chain(make(1e-3), optim.stochastic_rounding())
+    labelled = optax.multi_transform({"a": optax.sgd(1.0), "b": tx}, {"w": "a"})
+    updates, _ = labelled.update(params, labelled.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -params["w"])
+    assert tx.update({}, tx.init({}), {})[0] == {}
+
+
+def test_every_matrix_has_tiles_if_its_axes_have_divisors():
+    bytes_of = lambda *shape: (
+        optim.nbytes(jax.eval_shape(optim.adamw(1e-3).init, jnp.zeros(shape)))
+        / np.prod(shape)
+    )
+    for shape in ((1000, 1000), (300, 301), (100, 100)):
+        assert bytes_of(*shape) < 2.1, shape
+    assert bytes_of(257, 257) > 8  # a prime number
+    w = jax.random.normal(jax.random.key(0), (10, 1000))
+    kind = moments.STATES["int8"].first
+    kept = moments.zeros(kind, "w", w, moments.is_embedding)
+    kept = moments.write(w, kept, kind, jnp.full(w.shape, 128, jnp.uint32))
+    assert kept.scale.shape == (10, 4)
+    np.testing.assert_allclose(moments.read(kept, kind), w, atol=0.04)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_a_moment_that_has_died_down_is_zero(name, key):
+    """A scale below the least float has no inverse: 0 times that would be no number."""
+    x = jax.random.normal(key, (64, 256)) * 1e-37 * (jnp.arange(256) % 2)
+    for kind in moments.STATES[name]:
+        kept = moments.zeros(kind, "w", x, moments.is_embedding)
+        kept = moments.write(abs(x), kept, kind, jnp.zeros(x.shape, jnp.uint32))
+        back = moments.read(kept, kind)
+        assert bool(jnp.isfinite(back).all()), kind
+        np.testing.assert_allclose(back, 0, atol=1e-36)
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_moments_lie_as_their_parameters_do(kind, spec, key):
+    """Also where shardings are part of types and tiles straddle shards."""
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    where = jax.NamedSharding(mesh, jax.P(*spec))
+    w = jax.random.normal(key, (64, 512))
+    tx = optax.chain(optim.adamw(1e-3), optim.stochastic_rounding())
+
+    @jax.jit
+    def step(params):
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+        return updates, state
+
+    params = {"w": w, "embedding": w.astype(jnp.bfloat16)}
+    there = jax.device_put(params, where)
+    kept = tx.init(there)[0][0]
+    for moment in (*kept.first.values(), *kept.second.values()):
+        codes = moment.qvalue if isinstance(moment, mt.QArray) else moment
+        assert codes.sharding == where
+    with jax.set_mesh(mesh):
+        many = step(there)
+    for a, b in zip(jax.tree.leaves(step(params)), jax.tree.leaves(many), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_nnx_optimizer(key):
+    """It gives back the parts of a QArray by their names."""
+    x = jax.random.normal(key, (8, 64))
+    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+    params = {"kernel": model.kernel[...], "bias": model.bias[...]}
+    tx = optim.adamw(1e-2)
+    optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(params)
+
+    @nnx.jit
+    def theirs(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    @jax.jit
+    def ours(params, state):
+        loss = lambda p: jnp.mean((x @ p["kernel"] + p["bias"]) ** 2)
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        theirs(model, optimizer)
+        params, state = ours(params, state)
+    np.testing.assert_allclose(model.kernel[...], params["kernel"], atol=1e-5)
+
+
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="states='int7': there are float32, int8"):
-        optim.adamw(1e-3, states="int7")
+    for make in MAKES:
+        with pytest.raises(ValueError, match="states='int7': there are float32, int8"):
+            make(1e-3, b1=0.0, states="int7")
+    with pytest.raises(ValueError, match="steps is int32.*optax.masked"):
+        optim.adamw(1e-3).init({"steps": jnp.int32(0)})
     tx = optim.stochastic_rounding()
     with pytest.raises(ValueError, match="needs params"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -115,7 +115,7 @@ def _jsonl(config: Config) -> Documents:
             files.require_ends(path)
             content = path.read_bytes()
             files.require_text(path, content)
-            text = content.decode("utf-8", "replace")
+            text = content.decode("utf-8-sig", "replace")
             for number, line in enumerate(text.split("\n")):
                 try:
                     if line.strip():

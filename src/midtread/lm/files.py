@@ -1,10 +1,11 @@
 """Files: text, jsonl and parquet of any size, read where they lie, a record by its number.
 
-    text      a document is a file, or of a large one a piece of up to PIECE bytes that ends
-              with a line
+    text      a document is a file, or of a large one a piece of about PIECE bytes that ends
+              with a line, or within one that is as long; of a smaller one a smaller piece
     jsonl     a document is a line; where lines begin is found in one pass over the bytes,
               eight bytes of memory for each
-    parquet   a document is a row; row groups are read whole, a few are held
+    parquet   a document is a row; row groups are read whole, and up to GROUPS are held, of
+              dataset_memory_mb together
 
 So a run can begin anywhere: its place in the data is a number. Of parquet the groups are
 shuffled, and the rows within each (`Shuffled`): a shuffle of all rows would read a group for
@@ -12,23 +13,27 @@ every row. What cannot be read is refused by name before anything is trained: a 
 empty, that ends within a line or a record, or whose bytes are not text.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import pathlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from midtread.lm.config import Config
+from midtread.lm.rows import HELD_OUT
 from midtread.lm.tokenizer import need
 from midtread.lm.usage import UsageError, first_line, require
 
 PIECE = 2**18  # bytes of a document that is cut from a large text
 CHUNK = 2**24  # bytes that are read in one go
+GROUPS = 4  # row groups that are held
 EPOCHS = 1000  # passes that `Shuffled` has an order for
 #  how a compressed file begins, and what compressed it
 COMPRESSED = {
@@ -142,6 +147,7 @@ class Lines:
             file.seek(begin)
             content = file.read(end - begin)
         if not self.is_json:
+            require_text(path, content, begin)
             return {"text": content.decode("utf-8", "replace")}
         try:
             return json.loads(content)
@@ -166,26 +172,40 @@ def _line_starts(path: pathlib.Path) -> np.ndarray:
     return starts[np.append(is_record, True)]
 
 
-def _pieces(path: pathlib.Path) -> np.ndarray:
-    """Returns where pieces of about PIECE bytes begin, each after the end of a line, and
-    the size of the file last."""
+def _pieces(path: pathlib.Path, piece: int) -> np.ndarray:
+    """Returns where pieces of about `piece` bytes begin, each after the end of a line if one
+    ends soon, and the size of the file last."""
     size, cuts = path.stat().st_size, [0]
     with path.open("rb") as file:
-        while cuts[-1] + PIECE < size:
-            file.seek(cuts[-1] + PIECE)
-            cuts.append(min(cuts[-1] + PIECE + len(file.readline()), size))
+        while cuts[-1] + piece < size:
+            file.seek(cuts[-1] + piece)
+            rest = file.readline(piece)
+            end = min(cuts[-1] + piece + len(rest), size)
+            if not rest.endswith(b"\n") and end < size:  # not within a letter
+                whole = (i for i, b in enumerate(reversed(rest), 1) if b & 0xC0 != 0x80)
+                end -= next(whole, 0)
+            cuts.append(end)
     return np.array([*cuts, size] if cuts[-1] < size else cuts, np.int64)
 
 
+def _documents(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
+    """Returns where the pieces of text files begin, in enough pieces for some to be held
+    out."""
+    size = sum(path.stat().st_size for path in paths)
+    large, small = PIECE, max(size // (4 * HELD_OUT), 64)
+    pieces = [_pieces(path, large) for path in paths]
+    if sum(len(starts) - 1 for starts in pieces) >= HELD_OUT or large <= small:
+        return pieces
+    return [_pieces(path, small) for path in paths]
+
+
 def _lines(paths: Sequence[pathlib.Path], is_json: bool) -> Lines:
-    starts_of_files = []
     for path in paths:
         require_ends(path)
-        starts = _line_starts(path) if is_json else _pieces(path)
-        if is_json:
-            require(len(starts) > 1, f"{path} has no records: remove it.")
-            require_last_record(path, starts)
-        starts_of_files.append(starts)
+    starts_of_files = [_line_starts(p) for p in paths] if is_json else _documents(paths)
+    for path, starts in zip(paths, starts_of_files if is_json else ()):
+        require(len(starts) > 1, f"{path} has no records: remove it.")
+        require_last_record(path, starts)
     firsts = np.cumsum([0, *map(len, starts_of_files)])
     return Lines(tuple(paths), np.concatenate(starts_of_files), firsts, is_json)
 
@@ -200,7 +220,8 @@ def require_last_record(path: pathlib.Path, starts: np.ndarray) -> None:
             json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise UsageError(
-                f"{path} is cut off within its last line, at byte {starts[-2]}."
+                f"{path} is cut off within its last line, at byte {starts[-2]}, which does "
+                "not read as JSON: jsonl has one whole record to a line."
             ) from None
 
 
@@ -212,6 +233,7 @@ class Groups:
     files: tuple[tuple[pathlib.Path, int], ...]
     starts: np.ndarray  # [groups + 1] the first row of each group
     column: str
+    memory: int  # bytes of groups that may be held
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -229,19 +251,34 @@ class Groups:
 
     def __getitem__(self, number: Any) -> dict[str, Any]:
         group, row = self._row(number)
-        rows = _group(*self.files[group], self.column)
+        rows = _group(*self.files[group], self.column, self.memory)
         return {self.column: rows[row].as_py()}
 
 
-@functools.lru_cache(maxsize=4)
-def _group(path: pathlib.Path, number: int, column: str) -> Any:
-    """Reads one column of a row group; the last few are kept."""
+_held: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def _group(path: pathlib.Path, number: int, column: str, memory: int) -> Any:
+    """Returns one column of a row group. The last few are held, as far as they fit."""
+    group = (path, number, column)
+    with _lock:
+        if group not in _held:
+            _held[group] = _read_group(*group)
+            size = lambda: sum(rows.nbytes for rows in _held.values())
+            while len(_held) > 1 and (len(_held) > GROUPS or size() > memory):
+                _held.popitem(last=False)
+        _held.move_to_end(group)
+        return _held[group]
+
+
+def _read_group(path: pathlib.Path, number: int, column: str) -> Any:
     parquet = need("pyarrow.parquet", "dataset_type=parquet")
     with reading_parquet(path), parquet.ParquetFile(path) as file:
         return file.read_row_group(number, columns=[column]).column(0)
 
 
-def _groups(paths: Sequence[pathlib.Path], column: str) -> Groups:
+def _groups(paths: Sequence[pathlib.Path], column: str, memory: int) -> Groups:
     parquet = need("pyarrow.parquet", "dataset_type=parquet")
     files, sizes = [], [0]
     for path in paths:
@@ -254,13 +291,15 @@ def _groups(paths: Sequence[pathlib.Path], column: str) -> Groups:
         )
         files += [(path, i) for i in range(about.num_row_groups)]
         sizes += [about.row_group(i).num_rows for i in range(about.num_row_groups)]
-    return Groups(tuple(files), np.cumsum(sizes), column)
+    return Groups(tuple(files), np.cumsum(sizes), column, memory)
 
 
 OPEN = {
     "text": lambda config, paths: _lines(paths, is_json=False),
     "jsonl": lambda config, paths: _lines(paths, is_json=True),
-    "parquet": lambda config, paths: _groups(paths, config.text_field),
+    "parquet": lambda config, paths: _groups(
+        paths, config.text_field, config.dataset_memory_mb * 2**20
+    ),
 }
 
 
@@ -300,11 +339,11 @@ class Shuffled:
 
     def __getitem__(self, number: Any) -> str:
         epoch, position = divmod(int(number), len(self.documents))
-        order, ends = _order(self.seed, epoch, self._sizes)
+        order, ends = _order(self.seed, epoch, self._sizes)  # of groups
         rank = int(np.searchsorted(ends, position, side="right"))
         within = position - int(ends[rank - 1] if rank else 0)
         group = int(order[rank])
-        rows = _order(self.seed, (epoch, group), (1,) * self._sizes[group])[0]
+        rows = _permutation(self.seed, (epoch, group), self._sizes[group])
         return self.documents[self._begins[group] + int(rows[within])]
 
     @functools.cached_property
@@ -320,10 +359,13 @@ class Shuffled:
 
 
 @functools.lru_cache(maxsize=8)
-def _order(
-    seed: int, salt: Any, sizes: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _order(seed: int, epoch: int, sizes: tuple[int, ...]):
     """Returns a random permutation, and the running sum of `sizes` in its order."""
-    words = salt if isinstance(salt, tuple) else (salt,)
-    order = np.random.default_rng([seed, *words, len(words)]).permutation(len(sizes))
+    order = _permutation(seed, (epoch,), len(sizes))
     return order, np.cumsum(np.asarray(sizes)[order])
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(seed: int, salt: tuple[int, ...], count: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, *salt, len(salt)])
+    return rng.permutation(count)

@@ -33,12 +33,14 @@ def schedule(t: Training) -> optax.Schedule:
 
 
 def _decays(params: Any) -> Any:
-    """Returns which weights decay: matrices do; norms and biases do not, though stacked
-    ones look like matrices."""
-    names = lambda path: {str(getattr(k, "key", "")) for k in path}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not names(path) & {"scale", "routed_bias"}, params
-    )
+    """Returns which weights decay: matrices do; norms, biases and sinks do not, though
+    stacked ones look like matrices."""
+
+    def decays(path: tuple, _: Any) -> bool:
+        names = [str(getattr(k, "key", "")) for k in path]
+        return not any(n in ("scale", "sinks") or n.endswith("bias") for n in names)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def _never(path: str) -> bool:

@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from midtread.lm.config import Model, Training
-from midtread.lm.model import is_unrolled
+from midtread.lm.model import abstract, is_unrolled
+from midtread.lm.optimizer import optimizer
 from midtread.optim import slices
 
 
@@ -39,10 +40,20 @@ def why_stacked(
         return "adafactor looks at all layers of a weight at once"
     if is_pruned:
         return "masks of pruned weights are stacks"
+    if t.optimizer_states != "float32" and _has_tiles_of_layers(m, t):
+        return "layers share the scales of a moment, as no other axis has tiles"
     needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state)) if state else 0
     if room is not None and needed > room:
         return "a checkpoint needs them stacked, and there is no room for both"
     return None
+
+
+def _has_tiles_of_layers(m: Model, t: Training) -> bool:
+    """Returns whether some moment has tiles along the axis of layers."""
+    params = nnx.state(abstract(m), nnx.Param)
+    kept = jax.eval_shape(optimizer(t).init, params)
+    stacked = filter(_is_stack, jax.tree.leaves(kept, is_leaf=_is_variable))
+    return any(len({x.shape[0] for x in jax.tree.leaves(var)}) > 1 for var in stacked)
 
 
 def describe(m: Model, t: Training, *, is_pruned: bool, is_on_mesh: bool) -> str:

@@ -19,7 +19,8 @@ evaluation needs, spread over all of them.
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -208,18 +209,27 @@ def _is_files(records: Any) -> bool:
 
 # Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
 GOLDEN = (5**0.5 - 1) / 2
+FEW = 16  # documents that are read at a time
 
 
 def _spread(documents: Documents, stream: Stream, tokens: int) -> list[str]:
     """Returns documents from everywhere until they have that many tokens, or there are no
-    more."""
-    texts: dict[int, str] = {}
-    count, size = len(documents), 0
+    more. They are read some at a time, in the order of the files."""
+    texts, size, numbers = [], 0, _numbers(len(documents))
+    while size < tokens and (some := list(islice(numbers, max(len(texts), FEW)))):
+        in_order = {number: documents[number] for number in sorted(some)}
+        for number in some:
+            if size < tokens:
+                texts.append(in_order[number])
+                size += len(stream.tokens(texts[-1]))
+    return texts
+
+
+def _numbers(count: int) -> Iterator[int]:
+    """Yields numbers below `count`, spread evenly, each once."""
+    seen: set[int] = set()
     for i in range(4 * count):
-        if size >= tokens or len(texts) == count:
-            break
         number = int(i * GOLDEN % 1 * count)
-        if number not in texts:
-            texts[number] = documents[number]
-            size += len(stream.tokens(texts[number]))
-    return list(texts.values())
+        if number not in seen:
+            seen.add(number)
+            yield number

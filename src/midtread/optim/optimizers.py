@@ -55,22 +55,34 @@ def _random(seed: int, count: jax.Array, path: tuple, shape: tuple) -> jax.Array
 def _init(params: Any, moment: moments.Moment | None, is_wide: Callable) -> Any:
     def make(path: tuple, p: Any) -> Any:
         if not dtypes.is_wide(p.dtype):
-            raise ValueError(
-                f"{_name(path)} holds codes ({p.dtype.name}), which no optimizer can move: "
-                "train the float model under mt.QtProvider, or adapters over the codes "
-                "(mt.apply_lora_to_model, and the optimizer over these alone)."
-            )
+            raise ValueError(_why_not_moved(_name(path), p.dtype))
         return moments.zeros(moment, _name(path), p, is_wide or moments.is_embedding)
 
     return jax.tree_util.tree_map_with_path(make, params)
 
 
-def _each(fn: Callable, grads: Any, *trees: Any) -> tuple[Any, ...]:
-    """Calls `fn(path, g, ...)` for every parameter, and returns a tree of each result."""
+def _why_not_moved(name: str, dtype: Any) -> str:
+    """Says what to do with a parameter whose dtype is no float of 16 bits or more."""
+    if dtype.itemsize > 1 or dtype == bool:
+        return (
+            f"{name} is {dtype.name}, which no optimizer here can move: keep it out of "
+            "what is optimized (optax.masked, or optax.multi_transform)."
+        )
+    return (
+        f"{name} holds codes ({dtype.name}), which no optimizer can move: train the float "
+        "model under mt.QtProvider, or adapters over the codes (mt.apply_lora_to_model, and "
+        "the optimizer over these alone)."
+    )
+
+
+def _each(fn: Callable, grads: Any, *trees: Any) -> list[Any]:
+    """Calls `fn(path, g, ...)` for every parameter, which returns what is to replace its
+    gradient, its moment ..., and returns a tree of each result."""
     flat, structure = jax.tree_util.tree_flatten_with_path(grads)
-    others = [structure.flatten_up_to(tree) for tree in trees]
+    others = [map(moments.whole, structure.flatten_up_to(tree)) for tree in trees]
     results = [fn(path, g, *parts) for (path, g), *parts in zip(flat, *others)]
-    return tuple(jax.tree.unflatten(structure, list(part)) for part in zip(*results))
+    columns = list(zip(*results)) or [()] * (1 + len(trees))
+    return [jax.tree.unflatten(structure, column) for column in columns]
 
 
 def scale_by_adam(
@@ -257,11 +269,12 @@ def adafactor(
     """
     import optax
 
+    moments.states_of(states)
     parts = [
         optax.scale_by_factored_rms(decay_rate=decay_rate),
         optax.clip_by_block_rms(1.0),
     ]
-    if b1:
+    if isinstance(b1, jax.Array) or b1:  # optax.inject_hyperparams makes it an array
         parts.append(momentum(b1, states, is_wide, seed))
     return optax.chain(
         *parts,
@@ -295,12 +308,12 @@ def stochastic_rounding(seed: int = 0) -> Any:
 
         def one(path, u, p):
             if p.dtype not in (jnp.bfloat16, jnp.float16):
-                return (u,)
+                return u, p
             wide = p.astype(jnp.float32)
             bits = _random(seed, count, path, p.shape)
             # The upper bits decide here; the lower ones have rounded the moments.
             target = rounding.narrowed(wide + u.astype(jnp.float32), p.dtype, bits)
-            return (target.astype(jnp.float32) - wide,)
+            return target.astype(jnp.float32) - wide, p
 
         return _each(one, updates, params)[0], Moments(count, ())
 
