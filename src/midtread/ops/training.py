@@ -108,8 +108,14 @@ def _train_by(once, c, recipe, lhs, rhs, ranges, key, site) -> jax.Array:
         # Inputs are turned and scaled as a stored weight asks before they are quantized.
         operands = turned_inputs(c, lhs, rhs)
         arguments = (static, c, *operands, ranges or Ranges(), key)
-        # A decoding step has no gradient.
-        return _train(*arguments) if pending.is_wanted() else _run(once, *arguments)
+        if pending.is_wanted():  # a decoding step has no gradient
+            return _train(*arguments)
+        try:
+            return once(*arguments)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(NO_FORWARD_MODE) from None
 
     return witness.contraction(c, recipe, lhs, rhs, run)
 
@@ -125,15 +131,6 @@ def serve(
 @functools.cache
 def _serving(fwd: Fwd) -> Recipe:
     return Recipe(fwd, mask_clipped=False)
-
-
-def _run(once, *args) -> jax.Array:
-    try:
-        return once(*args)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(NO_FORWARD_MODE) from None
 
 
 class _Static(NamedTuple):

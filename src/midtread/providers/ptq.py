@@ -109,7 +109,8 @@ class PtqProvider(QuantizationProvider):
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
-        args = [self._codes_of(a) for a in args]
+        if running.call_of(self).notes.get("opened"):
+            args = [self._codes_of(a) for a in args]
         boxed = any(map(is_boxed, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
