@@ -236,7 +236,7 @@ def _backward(static, residuals, g):
     ways = {
         side: _way(c, side, gemm, mine, theirs, g, noise)
         for side, (gemm, mine, theirs) in of.items()
-        if _wants_gradient(mine)
+        if is_wide(mine.like.dtype)
     }
     codes, size = _codes_of_g(ways, g_range, noise, static.env)
     grads = {
@@ -257,10 +257,6 @@ def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
     if spec is None or spec.method in ("delayed", "fixed"):
         return calibration.largest(jnp.abs(x))
     return calibrate(x, spec)["absmax"]
-
-
-def _wants_gradient(x: _Residual) -> bool:
-    return is_wide(x.like.dtype)
 
 
 class _Way(NamedTuple):
