@@ -128,15 +128,16 @@ def lane_params(barriers: bool = True):
 
 
 @contextlib.contextmanager
-def pretend_gpu(kind: str = "NVIDIA H200", num_cores: int = 132):
-    """Lets kernels be lowered for a GPU that is not there.
+def pretend_gpu():
+    """Lets kernels be lowered for an H200 that is not there.
 
     with pretend_gpu(): jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
     """
+    h200 = {"device_kind": "NVIDIA H200", "num_cores": 132}
     try:
-        device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
+        device = AbstractDevice(**h200, platform="gpu")
     except TypeError:  # before jax 0.12 a device had no platform
-        device = AbstractDevice(kind, num_cores)  # pyright: ignore[reportCallIssue]
+        device = AbstractDevice(**h200)  # pyright: ignore[reportCallIssue]
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
     with use_abstract_mesh(mesh):
         yield

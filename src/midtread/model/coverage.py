@@ -84,6 +84,10 @@ class Row:
     def is_quantized(self) -> bool:
         return self.quantized[0]
 
+    @property
+    def why(self) -> str:
+        return "; ".join(part for part in (self.reason, self.note) if part)
+
     def __add__(self, other: "Row") -> "Row":
         both = {
             k: getattr(self, k) + getattr(other, k) for k in ("times", "flops", "bytes")
@@ -290,11 +294,6 @@ def _pair(name: str):
     return text
 
 
-def _why(rows: list[Row]) -> str:
-    row = rows[0]
-    return "; ".join(part for part in (row.reason, row.note) if part)
-
-
 def _weight(rows: list[Row]) -> str:
     if not rows[0].weight:
         return ""
@@ -316,7 +315,7 @@ COLUMNS = {
     "FLOP": lambda rows: human(sum(r.flops for r in rows), ""),
     "bytes": lambda rows: human(sum(r.bytes for r in rows), "B"),
     "weight": _weight,
-    "left alone because": _why,
+    "left alone because": lambda rows: rows[0].why,
 }
 
 

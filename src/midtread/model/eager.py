@@ -44,20 +44,11 @@ _RESHAPES = ((jnp, "reshape"), (jnp, "ravel"), (lax, "reshape"))
 def install(concrete: type) -> None:
     """Replaces the functions that move arrays, and methods of the class of concrete arrays. A
     trace records the methods of its own arrays."""
-    for owner, name, turn in (
-        *(
-            (concrete, name, getattr(np.ndarray, name))
-            for name in ("transpose", "swapaxes")
-        ),
-        *_TURNS,
-    ):
+    methods = [(concrete, n, getattr(np.ndarray, n)) for n in ("transpose", "swapaxes")]
+    for owner, name, turn in (*methods, *_TURNS):
         setattr(owner, name, _noting(getattr(owner, name), turn))
-    for owner, name in (
-        (concrete, "astype"),
-        (concrete, "reshape"),
-        *_RESHAPES,
-        *COPIES,
-    ):
+    methods = [(concrete, name) for name in ("astype", "reshape")]
+    for owner, name in (*methods, *_RESHAPES, *COPIES):
         setattr(owner, name, _noting(getattr(owner, name)))
     for name in ("T", "mT"):
         turn = operator.attrgetter(name)

@@ -86,10 +86,6 @@ class Executed:
             return "upcast"
         return "dequantized" if any(map(is_low, self.stored)) else "wide"
 
-    @property
-    def is_low(self) -> bool:
-        return self.verdict in ("low", "kernel")
-
 
 @dataclasses.dataclass(frozen=True)
 class Collective:

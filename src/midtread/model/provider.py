@@ -163,9 +163,13 @@ class QuantizationProvider:
         from midtread.model.quantize import abstract_call  # which imports this file
 
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
-        after = dict(nnx.iter_modules(abstract_call(model, method, inputs, kwargs)))
+        self.add_state(model, abstract_call(model, method, inputs, kwargs))
+
+    def add_state(self, model: Any, after: Any) -> None:
+        """Adds to an NNX model what `after`, the model after an abstract run, has besides."""
+        modules = dict(nnx.iter_modules(after))
         for path, module in list(nnx.iter_modules(model)):
-            for name, value in vars(after[path]).items():
+            for name, value in vars(modules[path]).items():
                 first = None if hasattr(module, name) else self.before_first(value)
                 if first is not None:
                     setattr(module, name, first)

@@ -116,13 +116,6 @@ def _params_by_id(
     }
 
 
-def outer_module(call: Any, module: Any) -> Any:
-    """Returns what the model holds at the path of an NNX module."""
-    if not isinstance(module, nnx.Module):
-        return module
-    return flaxlib.value_at(call.model, module._path)
-
-
 def computed_from(call: Any, known: list[dict[int, tuple]], x: Any) -> list[tuple]:
     """Returns the parameters, as those of `known` have them by id, that `x` is a function
     of, and of nothing else but constants; none if an input of the model or a product is

@@ -97,21 +97,19 @@ def parse(text: str) -> Calibration:
         raise ValueError(f"calibration {text!r} has a bad number: {usage}.") from None
     if len(args) not in counts or not all(map(math.isfinite, args)):
         raise ValueError(f"calibration {text!r} does not read as {usage}.")
-    _check_window(text, method, args)
-    if method == "fixed":
-        low, high = args if len(args) == 2 else (-args[0], args[0])
-        args = (high,) if low + high == 0 else (low, high)
-    return Calibration(method, args)
-
-
-def _check_window(text: str, method: str, args: tuple[float, ...]) -> None:
     if method == "fixed":
         low, high = args if len(args) == 2 else (-args[0], args[0])
         if not (low <= 0 <= high and low < high):
             raise ValueError(
                 f"calibration {text!r}: the range must contain 0 and be non-empty."
             )
-    elif method == "percentile" and not 0 < args[0] <= 100:
+        args = (high,) if low + high == 0 else (low, high)
+    _check_number(text, method, args)
+    return Calibration(method, args)
+
+
+def _check_number(text: str, method: str, args: tuple[float, ...]) -> None:
+    if method == "percentile" and not 0 < args[0] <= 100:
         raise ValueError(f"calibration {text!r}: a percentile lies in (0, 100].")
     elif method == "mse" and args and (args[0] < 2 or args[0] != int(args[0])):
         raise ValueError(

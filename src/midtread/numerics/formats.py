@@ -114,8 +114,8 @@ class Format:
         return f"Format({self.name})"
 
 
-def _integer(name, container, low, high, bits=None, bound=None):
-    bits = bits or int(name.lstrip("uint"))
+def _integer(name, container, low, high, bound=None):
+    bits = int(name.lstrip("uint"))
     return Format(
         name, np.dtype(container), bits, bound or high + 0.5, codes=(low, high)
     )

@@ -384,7 +384,7 @@ def _least_squares_window(
 
 
 def quantize_to_range(
-    x: jax.Array, spec: Spec, range_: Range, key=None, site=()
+    x: jax.Array, spec: Spec, range_: Range, key=None, site=(), origin=None
 ) -> QArray:
     """Quantizes with a range that is known: static, delayed, or `calibrate`'s."""
     _check_input(x)
@@ -393,7 +393,7 @@ def quantize_to_range(
     logical = None
     if padded != x.shape:
         logical = tuple(n if n != p else None for n, p in zip(x.shape, padded))
-    noise = rounding.make_noise(spec.rounding, key, site, noise_axes=spec.noise_axes)
+    noise = rounding.make_noise(spec.rounding, key, site, origin, spec.noise_axes)
     q = quantize_to_scale(
         views.pad_to(x, padded), spec.format, scales.scale, scales.zero_point,
         spec.rounding, noise,
@@ -454,9 +454,11 @@ def store_scale(q: QArray, spec: Spec, global_scale) -> QArray:
     return q.astype(spec.scale_dtype)
 
 
-def quantize_by_spec(x: jax.Array, spec: Spec, key=None, site=()) -> QArray:
+def quantize_by_spec(
+    x: jax.Array, spec: Spec, key=None, site=(), origin=None
+) -> QArray:
     """Calibrates, then quantizes."""
-    return quantize_to_range(x, spec, calibrate(x, spec), key, site)
+    return quantize_to_range(x, spec, calibrate(x, spec), key, site, origin)
 
 
 def quantize(

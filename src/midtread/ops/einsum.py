@@ -118,7 +118,8 @@ def einsum(
             out = _plain(out)
         else:
             (l_term, lhs), (r_term, rhs) = chosen
-            term = _result_term(l_term, r_term, needed, output if last else None)
+            kept = dict.fromkeys(x for x in l_term + r_term if x in needed)
+            term = output if last else "".join(kept)
             own = options if last else {**options, "out_sharding": None}
             out = execute(binary(l_term, r_term, term, own), lhs, rhs)
         terms.append(term)
@@ -164,13 +165,6 @@ def _presum(term: str, x: Operand, needed: set[str]):
     )
 
 
-def _result_term(lhs: str, rhs: str, needed: set[str], output: str | None) -> str:
-    if output is not None:
-        return output
-    kept = dict.fromkeys(x for x in lhs + rhs if x in needed)
-    return "".join(kept)
-
-
 def binary(lhs: str, rhs: str, out: str, options: dict) -> Dot:
     """Builds the contraction of two terms, given fields such as its precision."""
     summed = [x for x in lhs if x in rhs and x not in out]
@@ -199,19 +193,10 @@ def _repeat(x: Operand, shape) -> Operand:
         return views.expand(x, shape)
     if x.logical is not None or x.pre_rotation is not None:
         return views.expand(dequantize(x), shape)
-    values = views.expand(x.qvalue, shape)
-    grow = lambda part: views.expand(
-        part,
-        [
-            m if 1 < part.shape[a] else 1
-            for a, m in enumerate(
-                [n * shape[a] // x.qvalue.shape[a] for a, n in enumerate(part.shape)]
-            )
-        ],
-    )
+    grown = lambda n, axis: n * shape[axis] // x.qvalue.shape[axis] if n > 1 else 1
     parts = {
-        k: grow(getattr(x, k))
-        for k in ("scale", "zero_point", "pre_scale")
-        if getattr(x, k) is not None
+        name: views.expand(part, [grown(n, axis) for axis, n in enumerate(part.shape)])
+        for name in ("scale", "zero_point", "pre_scale")
+        if (part := getattr(x, name)) is not None
     }
-    return dataclasses.replace(x, qvalue=values, **parts)
+    return dataclasses.replace(x, qvalue=views.expand(x.qvalue, shape), **parts)

@@ -124,8 +124,9 @@ class Recipe:
                     f"axis ({spec.tiles}), which the backward keeps. Write a Spec there to "
                     "quantize it again, or None to keep it in float."
                 )
-        if self.drhs.hadamard and _log2(self.drhs.hadamard) is None:
-            raise ValueError(f"hadamard={self.drhs.hadamard} must be a power of two.")
+        size = self.drhs.hadamard
+        if size and (size < 0 or size & (size - 1)):
+            raise ValueError(f"hadamard={size} must be a power of two.")
         if self.drhs.hadamard and self.drhs.lhs is REUSE and self.fwd.lhs is not None:
             raise ValueError(
                 "drhs.hadamard rotates the operand before it is quantized, but "
@@ -165,10 +166,6 @@ def _is_one_way(spec: Spec) -> bool:
         or len(set(tiles.values())) > 1
         or len(tiles) == 1
     )
-
-
-def _log2(n: int) -> int | None:
-    return n.bit_length() - 1 if n > 0 and n & (n - 1) == 0 else None
 
 
 # --- granularities, by the shape of the scale of lhs [M, K] -----------------------------------

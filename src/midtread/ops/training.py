@@ -108,8 +108,14 @@ def _train_by(once, c, recipe, lhs, rhs, ranges, key, site) -> jax.Array:
         # Inputs are turned and scaled as a stored weight asks before they are quantized.
         operands = turned_inputs(c, lhs, rhs)
         arguments = (static, c, *operands, ranges or Ranges(), key)
-        # A decoding step has no gradient.
-        return _train(*arguments) if pending.is_wanted() else _run(once, *arguments)
+        if pending.is_wanted():  # a decoding step has no gradient
+            return _train(*arguments)
+        try:
+            return once(*arguments)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(NO_FORWARD_MODE) from None
 
     return witness.contraction(c, recipe, lhs, rhs, run)
 
@@ -125,15 +131,6 @@ def serve(
 @functools.cache
 def _serving(fwd: Fwd) -> Recipe:
     return Recipe(fwd, mask_clipped=False)
-
-
-def _run(once, *args) -> jax.Array:
-    try:
-        return once(*args)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(NO_FORWARD_MODE) from None
 
 
 class _Static(NamedTuple):
@@ -239,7 +236,7 @@ def _backward(static, residuals, g):
     ways = {
         side: _way(c, side, gemm, mine, theirs, g, noise)
         for side, (gemm, mine, theirs) in of.items()
-        if _wants_gradient(mine)
+        if is_wide(mine.like.dtype)
     }
     codes, size = _codes_of_g(ways, g_range, noise, static.env)
     grads = {
@@ -260,10 +257,6 @@ def largest(x: jax.Array, spec: Spec | None) -> jax.Array:
     if spec is None or spec.method in ("delayed", "fixed"):
         return calibration.largest(jnp.abs(x))
     return calibrate(x, spec)["absmax"]
-
-
-def _wants_gradient(x: _Residual) -> bool:
-    return is_wide(x.like.dtype)
 
 
 class _Way(NamedTuple):

@@ -198,17 +198,14 @@ class DelayedFp8Provider(QtProvider):
         self, rule: QtRule, module: Any, lhs, rhs
     ) -> tuple[str, str, str, str]:
         """Returns the calibrations of lhs, rhs, g for dlhs and g for drhs."""
-        by_role = {
-            True: rule.weight_calibration_method,
-            False: rule.act_calibration_method,
-        }
-        is_weight = lambda x: (
+        act, weight = rule.act_calibration_method, rule.weight_calibration_method
+        is_float_weight = lambda x: (
             not isinstance(x, QArray) and bool(self.find_param(module, x))
         )
-        same = len(set(by_role.values())) == 1
-        lhs, rhs = (by_role[not same and is_weight(x)] for x in (lhs, rhs))
-        drhs = (rule.additional_qt_config or {}).get(DRHS, rule.bwd_calibration_method)
-        return lhs, rhs, rule.bwd_calibration_method, drhs
+        method = lambda x: weight if act != weight and is_float_weight(x) else act
+        g = rule.bwd_calibration_method
+        drhs = (rule.additional_qt_config or {}).get(DRHS, g)
+        return method(lhs), method(rhs), g, drhs
 
     def before_first(self, value: Any) -> Any:
         if not isinstance(value, AmaxState):

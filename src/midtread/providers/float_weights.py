@@ -140,7 +140,7 @@ def _is_contained(owner: Any, name: str) -> bool:
 
 
 def _num_shards() -> int:
-    """How many shards an array may be cut into here: 1 outside of shard_map."""
+    """Returns how many shards an array may be cut into here: 1 outside of shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
 

@@ -189,7 +189,8 @@ class OdmlConversionProvider(OdmlQatProvider):
                 spec = self._weight_spec(channels, rule)
                 grid = grid_of(calibrate(w, spec), spec, is_narrow=True)
             if gain is not None:
-                w, grid = _scaled(w, grid, gain.reshape(_along(w, channels[0])))
+                along = [-1 if axis == channels[0] else 1 for axis in range(w.ndim)]
+                w, grid = _scaled(w, grid, gain.reshape(along))
         if isinstance(c, Conv):
             self._check_conv(c)
         is_dynamic = rule is not None and rule.act_qtype and not rule.act_static_scale
@@ -298,10 +299,6 @@ def _top(fmt: Format) -> int:
     """Returns an integer format's largest code."""
     assert fmt.codes is not None
     return fmt.codes[1]
-
-
-def _along(w: jax.Array, axis: int) -> list[int]:
-    return [-1 if a == axis else 1 for a in range(w.ndim)]
 
 
 def _scaled(w: jax.Array, grid: Grid | None, gain: jax.Array):

@@ -27,7 +27,7 @@ from midtread.model.moves import PLAIN, Move, as_seen, follow, stored, trail
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import is_argument, note_given, outer_module
+from midtread.model.weights import is_argument, note_given
 from midtread.numerics.calibration import statistic, statistic_of
 from midtread.numerics.qarray import (
     QArray,
@@ -109,7 +109,8 @@ class PtqProvider(QuantizationProvider):
 
     def _run(self, name: str, plain, args, kwargs) -> jax.Array:
         rule, op_id = self._get_current_rule_and_op_id(name)
-        args = [self._codes_of(a) for a in args]
+        if running.call_of(self).notes.get("opened"):
+            args = [self._codes_of(a) for a in args]
         boxed = any(map(is_boxed, args))
         if not boxed and (rule is None or rule.leaves_alone):
             return plain(*args, **kwargs)
@@ -261,7 +262,9 @@ class PtqProvider(QuantizationProvider):
     def _outer(self, module: Any, name: str) -> Any:
         """Returns the model's own module where `module` is a stand-in for it that a transform
         made, unless it holds one layer of many."""
-        outer = outer_module(running.call_of(self), module)
+        if not isinstance(module, nnx.Module):
+            return module
+        outer = flaxlib.value_at(running.call_of(self).model, module._path)
         theirs, ours = (flaxlib.params_of(m).get(name) for m in (outer, module))
         if theirs is None or ours is None:  # of another model, or a box by now
             return module

@@ -17,6 +17,7 @@ from flax import nnx
 
 from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider, like_by_rules
+from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
 from midtread.model.weights import note_given
 from midtread.numerics.calibration import statistic
@@ -166,10 +167,12 @@ class QtProvider(QuantizationProvider):
             flaxlib.stack_rngs(model, self._stacks)
 
     def prepare_nnx(self, model: nnx.Module, method, inputs, kwargs, rngs) -> None:
+        flaxlib.set_on_all(model, **{flaxlib.RNGS: None})
         self._streams, self._root = {}, model
         try:
-            super().prepare_nnx(model, method, inputs, kwargs, None)
+            after = abstract_call(model, method, inputs, kwargs)
         finally:
             self._stacks, self._streams, self._root = self._streams, None, None
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         self.begin_call(model)
+        self.add_state(model, after)

@@ -60,7 +60,7 @@ class StaticProvider(QtProvider):
         return True
 
     def _weight_of(self, module, x: Any) -> str | None:
-        """A part of a parameter counts as an activation: ranges are kept for whole ones."""
+        """Takes a part of a parameter for an activation: ranges are kept for whole ones."""
         return None if isinstance(x, QArray) else self.find_param(module, x)
 
     def _range(self, rule, op_id, c, side, spec, x, weight) -> Any:

@@ -25,7 +25,7 @@ MAX_ROWS = 64  # how many rows are few; of a group, on average
 
 
 def why_not_format(fmt: Format, taken: tuple[str, ...]) -> str | None:
-    """Why a kernel that takes some formats does not decode this one; None if it does."""
+    """Says why a kernel that takes some formats does not decode this one; None if it does."""
     if fmt.name in taken:
         return None
     return f"it does not decode {fmt.name}"

@@ -83,7 +83,7 @@ def plan(a: Matmul, env: Env) -> FewCodes | Refusal:
 
 
 def _as_floats(a: Matmul, side: int, x: Any, dtype) -> Any:
-    """The matmul with `x` for the few codes, or why it is not one of floats by codes."""
+    """Returns the matmul with `x` for the few codes, or why it is not one of floats by codes."""
     a = dataclasses.replace(a, **{("lhs", "rhs")[side]: x}, dtype=dtype)
     if a.groups is None:
         return layout.weight_matmul(a)

@@ -36,7 +36,7 @@ from midtread.numerics.formats import Format, dtype_bits
 
 
 def _why_not(a: WeightMatmul, taken, dtypes: tuple[str, ...]) -> str | None:
-    """What both kernels refuse, of which one takes the formats `taken`."""
+    """Says what both kernels refuse, of which one takes the formats `taken`."""
     (x, w), stored = a.sides, a.weight
     reason = why_not_format(w.format, taken)
     if reason is not None:
@@ -70,7 +70,7 @@ class Hopper(NamedTuple):
         return a.result(self.multiply(a.arrays()))
 
     def leave(self, a: WeightMatmul) -> jax.Array:
-        """The result, and a note of how to compute it from what the kernel writes."""
+        """Returns the result, and notes how to compute it from what the kernel writes."""
         of, gated = a.arrays(), None
         given = of.x_MK, of.codes, *self._scales(of)
         left = _parts_call(self, of.last is not None)(*given)
@@ -83,7 +83,7 @@ class Hopper(NamedTuple):
         return out
 
     def multiply(self, a: WeightArrays) -> jax.Array:
-        """[M, N], scaled."""
+        """Returns [M, N], scaled."""
         call = _hopper_call(self._replace(dtype=self.kernel_dtype), a.last is not None)
         return call(a.x_MK, a.codes, *self._scales(a)).astype(self.dtype)
 
@@ -121,7 +121,7 @@ def plan_hopper(a: WeightMatmul, env: Env) -> Hopper | Refusal:
 
 
 def why_not_zeros(a: WeightMatmul) -> str | None:
-    """Why Hopper's kernels do not take the zero points of a weight; None if they do."""
+    """Says why Hopper's kernels do not take the zero points of a weight; None if they do."""
     w = a.sides[1]
     if w.zero_point is None:
         return None
@@ -148,7 +148,7 @@ class Triton(NamedTuple):
         return a.result(self.multiply(a.arrays()))
 
     def multiply(self, a: WeightArrays) -> jax.Array:
-        """[M, N], scaled."""
+        """Returns [M, N], scaled."""
         out = self._sum(a)
         if a.inner is None and a.zero is not None:
             of_x = jnp.sum(a.x_MK.astype(jnp.float32), axis=1, keepdims=True)
@@ -199,17 +199,18 @@ def plan_triton(a: WeightMatmul, env: Env) -> Triton | Refusal:
 
 
 def wide_zero(zero: jax.Array) -> jax.Array:
-    """Zero points in a type of whole bytes."""
+    """Returns zero points in a type of whole bytes."""
     return zero.astype(jnp.float32) if dtype_bits(zero.dtype) < 8 else zero
 
 
 def readable(scale: jax.Array) -> jax.Array:
-    """In one of the two types that Hopper's kernels read."""
+    """Casts scales to one of the two types that Hopper's kernels read."""
     return scale.astype(readable_type(scale.dtype))
 
 
 def readable_type(dtype) -> np.dtype:
-    """That of the two which has all values of a type of scales; bfloat16 has those of 8 bits."""
+    """Returns that of the two which has all values of a type of scales: those of 8 bits are in
+    bfloat16."""
     is_narrow = dtype.itemsize == 1 or dtype == jnp.bfloat16
     return np.dtype(jnp.bfloat16 if is_narrow else jnp.float32)
 
@@ -236,8 +237,8 @@ def _turned_call(planned, interpret: bool) -> Callable:
 
 @functools.cache
 def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
-    """Of x and codes, and of those that there are: a scale [G, N] of groups, one [N] of
-    columns, zero points [G, N] of groups."""
+    """Returns the kernel as a function of x, of codes, and of what there is: scales [G, N] of
+    groups, scales [N] of columns, zero points [G, N] of groups."""
     fmt, is_there = plan.fmt, (plan.is_grouped, has_last, plan.has_zeros)
 
     def parts(given) -> list:
@@ -275,8 +276,8 @@ def _hopper_call(plan: Hopper, has_last: bool) -> Callable:
 
 @functools.cache
 def _parts_call(plan: Hopper, has_last: bool, gate: str | None = None) -> Callable:
-    """The same function on one device, of which sums and scales of columns may be left, or whose
-    columns gate each other."""
+    """Returns the same function for one device, where it may leave sums and scales of columns,
+    or gate columns by each other."""
     is_there = plan.is_grouped, has_last, plan.has_zeros
 
     @jax.jit
@@ -296,7 +297,8 @@ def _parts_call(plan: Hopper, has_last: bool, gate: str | None = None) -> Callab
 def _triton_call(
     fmt: Format, planned, is_grouped: bool, zeros: str | None, interpret: bool
 ) -> Callable:
-    """Of x, bytes, and for groups a scale [G, B, P] and zero points: the same, or bytes too."""
+    """Returns the kernel as a function of x, of bytes, and for groups of scales [G, B, P] and
+    zero points, which are the same, or bytes too."""
 
     def plain(x, codes, scale=None, zero=None):
         zero = _codes(zero, fmt) if zeros == "codes" else zero
@@ -321,7 +323,7 @@ def _triton_call(
 
 
 def _codes(bytes_: jax.Array, fmt: Format) -> jax.Array:
-    """Codes [.., B, P] of bytes [.., B]."""
+    """Returns codes [.., B, P] of bytes [.., B]."""
     planes = decoding.num_planes(fmt)
     codes = lax.bitcast_convert_type(bytes_, fmt.dtype) if planes > 1 else bytes_
     return codes.reshape(*bytes_.shape, planes)

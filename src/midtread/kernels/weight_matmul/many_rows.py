@@ -53,7 +53,7 @@ class ManyRows(NamedTuple):
         return a.result(self.multiply(a.arrays()))
 
     def multiply(self, a: WeightArrays) -> jax.Array:
-        """[M, N], scaled."""
+        """Returns [M, N], scaled."""
         if a.inner is None:
             scale = a.last.reshape(1, -1).astype(jnp.float32)
         else:
@@ -66,7 +66,7 @@ class ManyRows(NamedTuple):
         return (_call(wide)(*args) * a.last).astype(self.dtypes[1])
 
     def multiply_codes(self, x_MK, w_KN, rows_M, columns_N) -> jax.Array:
-        """[M, N] of codes and their scales in float32."""
+        """Returns [M, N] of codes and their scales in float32."""
         return _codes_call(self)(x_MK, w_KN, rows_M, columns_N)
 
     def blocks(self, num_rows: int, shape: tuple[int, int], group: int | None):
@@ -109,7 +109,7 @@ def plan(a: WeightMatmul, env: Env) -> ManyRows | Refusal:
 
 
 def plan_codes(dtypes, num_rows: int, shape: tuple[int, int], env: Env):
-    """A ManyRows for rows of codes by stored ones, or a Refusal.
+    """Returns a ManyRows for rows of codes by stored ones, or a Refusal.
 
     Args:
         dtypes: of the rows, of the stored codes and of the result.

@@ -85,7 +85,7 @@ def scale_values(s: jax.Array) -> jax.Array:
 
 
 def readable_scale(s: jax.Array) -> jax.Array:
-    """A scale as Triton can load it: e8m0 goes as bytes."""
+    """Returns a scale as Triton can load it: e8m0 goes as bytes."""
     if s.dtype == jnp.float8_e8m0fnu:
         return lax.bitcast_convert_type(s, jnp.uint8)
     return s
@@ -150,7 +150,7 @@ def _fma_body(
 def _dot_body(
     x_ref, w_ref, s_ref, z_ref, out_ref, *, fmt, blocks: TritonBlocks, rows, group, native
 ):  # fmt: skip
-    """The same by tensor cores, for `block_m` rows, of which `rows` exist."""
+    """Does the same by tensor cores, for `block_m` rows, of which `rows` exist."""
     num_k, num_b = w_ref.shape[0], blocks.n
     planes, block_m = out_ref.shape[0], x_ref.shape[0]
     mask = other = None
@@ -196,7 +196,7 @@ def weight_matmul(
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, B, P] in float32: x times the codes' values, group scales applied.
+    """Returns [M, B, P] in float32: x times the codes' values, group scales applied.
 
     Columns of the result are those of the codes: byte b holds columns b P .. b P + P - 1.
 
@@ -290,7 +290,7 @@ def transposed_matmul(
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in float32, for a weight [N, K] such as the head of a tied embedding."""
+    """Returns [M, N] in float32, for a weight [N, K] such as the head of a tied embedding."""
     (m, k), n = x_MK.shape, codes_NK.shape[0]
     block_m = max(16, 1 << (m - 1).bit_length())
     split_k = k // blocks.split

@@ -21,7 +21,7 @@ from midtread.numerics.formats import Format, dtype_bits
 def weight_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None
 ) -> TritonBlocks | None:
-    """The blocks for `rows` rows by a weight of `shape` bytes; None if none fits."""
+    """Returns the blocks for `rows` rows by a weight of `shape` bytes; None if none fits."""
     bits = dtype_bits(fmt.dtype)
     for entry in table(__file__)["weights"]:
         matches = entry["bits"] == bits and entry["columns"] <= shape[1]

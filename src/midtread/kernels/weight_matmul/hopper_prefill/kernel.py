@@ -58,7 +58,7 @@ def prefill_matmul(
     blocks: PrefillBlocks,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N] in `dtype`, bfloat16 or float32: x times the codes' values, scaled.
+    """Returns [M, N] in `dtype`, bfloat16 or float32: x times the codes' values, scaled.
 
     Args:
         scale_GN: [1, N] in float32, or one for each group of k, in bfloat16.

@@ -69,7 +69,7 @@ class PrefillBlocks:
         return min(8, left // (self.k * (width + self.rows * x_size) + scales))
 
     def programs(self) -> int:
-        """How many programs run at once; a pair counts as one."""
+        """Returns how many programs run at once; a pair counts as one."""
         return num_cores() // (2 if self.pair else 1)
 
 
@@ -239,7 +239,7 @@ def _operand(plan: Plan, refs: References, wg, slot, start: int):
 
 
 def _scales(ref, plan: Plan, wg):
-    """The scales of a warpgroup's 64 columns, from those of a program's 128."""
+    """Returns the scales of a warpgroup's 64 columns, from those of a program's 128."""
     if plan.native:
         return lanes.scales(ref, plan.lanes)[0]
     return lax.dynamic_slice_in_dim(ref[...], wg * 64, 64)

@@ -52,11 +52,11 @@ class Lanes(NamedTuple):
     shared: int = 1
 
     def accumulators(self) -> list[Any]:
-        """The one accumulator of this thread: that of its warpgroup."""
+        """Returns the one accumulator of this thread: that of its warpgroup."""
         return [modulo(shifted(mgpu.thread_idx(), 7), 2)]
 
     def location(self, j):
-        """Where this thread's columns of accumulator j lie, as in lanes.Division."""
+        """Returns where this thread's columns of accumulator j lie, as in lanes.Division."""
         if self.bits == 8:
             return Division(8).location(j)
         thread = mgpu.thread_idx()
@@ -69,7 +69,7 @@ class Lanes(NamedTuple):
         return column, times(strip, 16), pair
 
     def interpreted(self, values, wg) -> list:
-        """[64, K] for a warpgroup, of values [K, 128]; for the interpreter."""
+        """Returns [64, K] for a warpgroup, of values [K, 128]; for the interpreter."""
         return [lax.dynamic_slice_in_dim(values.T, wg * 64, 64, 0)]
 
 
@@ -85,7 +85,7 @@ def _addresses(ref, byte) -> list:
 
 
 def turned(ref: Any, dtype) -> jax.Array:
-    """[64, rows]: 8-bit codes [rows, 128] in shared memory as a left operand of wgmma."""
+    """Returns [64, rows]: 8-bit codes [rows, 128] in shared memory as a left operand of wgmma."""
     rows, width = ref.shape
     layout = plgpu.Layout.WGMMA_8BIT
     result = plgpu.ShapeDtypeStruct((64, rows), dtype, layout=layout)

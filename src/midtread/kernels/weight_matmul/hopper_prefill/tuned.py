@@ -23,7 +23,7 @@ from midtread.numerics.formats import Format, dtype_bits
 def prefill_blocks(
     fmt: Format, rows: int, shape: tuple[int, int], group: int | None, dtypes
 ) -> PrefillBlocks | None:
-    """The blocks for `rows` rows by a weight [K, N]; None if none divides the weight.
+    """Returns the blocks for `rows` rows by a weight [K, N]; None if none divides the weight.
 
     Args:
         dtypes: of the rows, bfloat16 or that of codes, and of the result.
@@ -53,7 +53,7 @@ def prefill_blocks(
 def prefill_time(
     blocks: PrefillBlocks, rows: int, shape: tuple[int, int], cost: dict[str, float]
 ) -> tuple[float, PrefillBlocks]:
-    """(about how many ns a matmul takes, `blocks` with `pair` and `halves` chosen)."""
+    """Returns (about how many ns a matmul takes, `blocks` with `pair` and `halves` chosen)."""
     num_k, num_n = shape
     each = lambda rows: (
         cost["block"] + cost["row"] * rows
