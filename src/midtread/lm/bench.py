@@ -6,10 +6,10 @@ compile seconds, bytes at the peak (as the compiled program says).
 
 Of decoding: the median time of a step, one token of every sequence, for each number of
 sequences (`batches=`), length of the cache (`lengths=`) and format of weights (`formats=`,
-values of `quantization`). A step reads every weight and the whole cache once, so beside it stands the
-time that these bytes take at the device's bandwidth, FLOP/s that the model needs, and bytes at
-the peak. Caches are full of zeros: what a step
-costs does not depend on what was said. `time=train` and `time=decode` ask for one of the two alone.
+values of `quantization`). A step reads every weight and the whole cache once, so beside it stand
+the share of its time that these bytes take at the device's bandwidth, FLOP/s that the model needs,
+and bytes at the peak. Caches are full of zeros: what a step costs does not depend on what was said.
+`time=train` and `time=decode` ask for one of the two alone.
 """
 
 import dataclasses

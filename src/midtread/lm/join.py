@@ -13,6 +13,7 @@ Modules stay apart where that would change what is computed: other rules, format
 scales, adapters or statistics of their own.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from midtread.kernels.environment import here
 from midtread.kernels.gates import GATES, STRIP, woven
 from midtread.lm.layers import Linear
 from midtread.model import flaxlib
+from midtread.numerics.rounding import together
 
 # Attributes of a module that multiply the same rows.
 TOGETHER = (("query", "key", "value"), ("wi_0", "wi_1"))
@@ -65,7 +67,7 @@ def _join(row: Sequence[Linear], activation: str | None) -> None:
     first.is_woven = activation is not None and _can_weave(row, values["kernel"], activation)  # fmt: skip
     for name, parts in values.items():
         beside = woven if first.is_woven else lambda *xs: jnp.concatenate(xs, -1)
-        joined = jax.tree.map(beside, *parts)
+        joined = jax.tree.map(functools.partial(together, beside), *parts)
         box = getattr(first, name)
         setattr(
             first, name, jax.tree.map(flaxlib.like, box, joined, is_leaf=is_variable)
