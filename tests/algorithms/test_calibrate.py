@@ -77,17 +77,6 @@ def gathered(model, batches, groups=1, loss=None):
     return inputs
 
 
-def test_codes_of_two_bits_are_put_in_a_stack(mixed):
-    """XLA has no concatenation of them on a CPU."""
-    model, batches = mixed
-    rule = mt.QuantizationRule(module_path="layers", weight_qtype="int2")
-    made = calibrate(model, mt.PtqProvider([rule]), batches, algorithms=["round"])
-    plain = mt.quantize_model(model, mt.PtqProvider([rule]), batches[0])
-    got, want = (x.layers.kernel.array.qvalue[...] for x in (made.model, plain))
-    assert got.dtype == jnp.int2 and got.shape == (3, D, D)
-    np.testing.assert_array_equal(got.astype(jnp.int8), want.astype(jnp.int8))
-
-
 def test_every_contraction_is_found_and_its_inputs_gathered(mixed):
     model, batches = mixed
     found = gathered(model, batches)

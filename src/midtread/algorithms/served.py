@@ -25,7 +25,6 @@ from midtread.model.function import quantize_function
 from midtread.model.quantize import quantize_model
 from midtread.model.rules import recipe_of
 from midtread.numerics.qarray import QArray, quantize_by_spec
-from midtread.numerics.rounding import together
 from midtread.providers.params import quantize_like, quantize_params
 from midtread.providers.ptq import PtqProvider
 
@@ -152,8 +151,11 @@ def put(quantized: Any, path: tuple, arrays: list, box: WithAux) -> Any:
     depth = len(arrays[0][0])
     if depth > 1:
         raise ValueError(f"{path}: layers stacked twice are not calibrated.")
-    stack = lambda *parts: together(lambda *xs: jnp.stack(xs), *parts)
-    q = jax.tree.map(stack, *layers) if depth else layers[0]
+    q = (
+        layers[0]
+        if not depth
+        else jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    )
     codes = WithAux(q, box.how)
     if not isinstance(quantized, nnx.Module):
         model, variables = quantized

@@ -107,17 +107,6 @@ def unpacked(codes: jax.Array) -> jax.Array:
     return wide.reshape(shape) if lead else wide[:size].reshape(shape)
 
 
-def together(lay: Callable[..., jax.Array], *parts: jax.Array) -> jax.Array:
-    """Returns lay(*parts), which lays codes beside each other: those of 2 bits as bytes, since XLA
-    ends the process where it is to concatenate them on a CPU (jaxlib 0.10.2)."""
-    dtype = parts[0].dtype
-    if dtype_bits(dtype) >= 4:
-        return lay(*parts)
-    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
-    kind = jnp.int8 if is_signed else jnp.uint8
-    return lay(*(unpacked(x).astype(kind) for x in parts)).astype(dtype)
-
-
 def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
     """Rounds to an integer, which stays in float32."""
     if rounding == "nearest":
