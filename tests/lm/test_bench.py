@@ -91,7 +91,7 @@ def test_experts_that_nobody_chose_are_not_read():
 MISTAKES = {
     "formats=int9": "no value of quantization is called 'int9'",
     "batches=0": "batches=0: whole numbers of at least 1, as in batches=1,8,32,128",
-    "lengths=4,x": "lengths=4,x: whole numbers of at least 8",
+    "lengths=4,x": "lengths=4,x: whole numbers of at least 8, as in lengths=512,4096.",
     "time=train": "is given twice on the command line",
     "time=nothing": "time=nothing: train, decode or all",
 }

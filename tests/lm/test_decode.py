@@ -138,6 +138,20 @@ def test_no_weight_is_copied_in_a_step(config):
     assert not sliced
 
 
+@pytest.mark.parametrize("name", ["int2", "uint2", "int1"])
+def test_codes_of_two_bits_are_joined(name):
+    """XLA has no concatenation of them on a CPU."""
+    rule = {"weight_qtype": name, "tile_size": 16, "op_names": ("dot_general",)}
+    if name == "uint2":
+        rule["weight_calibration_method"] = "minmax"
+    config = dataclasses.replace(settings.load(WORDS), quant=(rule,))
+    net = convert.in_memory(config, model.create(section(config, Model)))
+    apart = decode.complete(served(nnx.clone(net), config), PROMPTS, 6)
+    net = decode.prepare(net)
+    assert getattr(net.decoder.layers, "0").self_attention.query.widths
+    assert decode.complete(served(net, config), PROMPTS, 6) == apart
+
+
 # What may be done to a whole weight: handing it on, seeing its bytes, multiplying.
 HARMLESS = {
     "while",

@@ -332,10 +332,8 @@ def _tokamax(call: Call) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]
 
     call, seen = call.restored(), call.seen
-    window = None
-    if (
-        seen.is_packed or seen.window is not None
-    ):  # of every query, how far back it looks
+    window = None  # of every query, how far back it looks
+    if seen.is_packed or seen.window is not None:
         back = jnp.arange(call.sizes[0], dtype=jnp.int32) - seen.first
         window = (back[:, None], 0)
     return tokamax.dot_product_attention(

@@ -6,10 +6,10 @@ compile seconds, bytes at the peak (as the compiled program says).
 
 Of decoding: the median time of a step, one token of every sequence, for each number of
 sequences (`batches=`), length of the cache (`lengths=`) and format of weights (`formats=`,
-values of `quantization`). A step reads every weight and the whole cache once, so beside it stands the
-time that these bytes take at the device's bandwidth, FLOP/s that the model needs, and bytes at
-the peak. Caches are full of zeros: what a step
-costs does not depend on what was said. `time=train` and `time=decode` ask for one of the two alone.
+values of `quantization`). A step reads every weight and the whole cache once, so beside it stand
+the share of its time that these bytes take at the device's bandwidth, FLOP/s that the model needs,
+and bytes at the peak. Caches are full of zeros: what a step costs does not depend on what was said.
+`time=train` and `time=decode` ask for one of the two alone.
 """
 
 import dataclasses
@@ -146,7 +146,8 @@ class Asked(NamedTuple):
     formats: tuple[str, ...] = ()  # of weights, beside float and the config's own
 
 
-LEAST = {"batches": 1, "lengths": 8}
+# The least number of each list, and an example of it.
+LISTS = {"batches": (1, "1,8,32,128"), "lengths": (8, "512,4096")}
 
 
 def asked_for(words: Sequence[str]) -> tuple[Asked, list[str]]:
@@ -175,13 +176,13 @@ def asked_for(words: Sequence[str]) -> tuple[Asked, list[str]]:
         name: tuple(text.split(",")) for name, text in own.items()
     }
     fields |= {k: own[k] for k in ("time",) if k in own}
-    for name, least in LEAST.items():
+    for name, (least, example) in LISTS.items():
         if name in own:
             numbers = tuple(int(x) for x in fields[name] if x.isdecimal())
             require(
                 len(numbers) == len(fields[name]) and min(numbers) >= least,
                 f"{name}={own[name]}: whole numbers of at least {least}, as in "
-                f"{name}={','.join(map(str, Asked().batches))}.",
+                f"{name}={example}.",
             )
             fields[name] = numbers
     for value in fields.get("formats", ()):

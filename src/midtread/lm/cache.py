@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from midtread.lm.config import Model
 from midtread.lm.usage import require
+from midtread.numerics.formats import dtype_bits
 from midtread.numerics.qarray import QArray, dequantize, quantize
 
 CHANNELS = {"dkv": (0, 1, 2), "heads_and_dkv": (0, 1)}  # axes with scales of their own
@@ -131,7 +131,4 @@ def restore(x: Any, dtype: Any) -> jax.Array:
 
 def nbytes(caches: Any) -> int:
     """Returns the number of bytes of the caches, at the bits their formats have."""
-    bits = lambda a: jnp.iinfo(a.dtype).bits if jnp.issubdtype(a.dtype, jnp.integer) else (
-        jnp.finfo(a.dtype).bits
-    )  # fmt: skip
-    return sum(int(np.prod(a.shape)) * bits(a) // 8 for a in jax.tree.leaves(caches))
+    return sum(x.size * dtype_bits(x.dtype) // 8 for x in jax.tree.leaves(caches))

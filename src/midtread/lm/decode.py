@@ -11,10 +11,10 @@ up to `count` tokens in one call to the device:
             choose; stop where a stop token or the last allowed one came
 
 Sampling, stop tokens and lengths are inside that loop, so the host waits once for many tokens
-and hands over weights once. (XLA asks the device before each round of the outer loop whether to go
-on, and the host waits for the answer; the inner loop has a fixed length.) Slots that are done idle until all are, or until `step` returns
-and another prompt takes the slot (continuous batching): `complete` does so for any number of
-prompts.
+and hands over weights once. (XLA asks the device before each round of the outer loop whether to
+go on, and the host waits for the answer; the inner loop has a fixed length.) Slots that are done
+idle until all are, or until `step` returns and another prompt takes the slot (continuous
+batching): `complete` does so for any number of prompts.
 
 A token depends on its sequence, its number and the seed, not on the loop it was made in: one
 token a call gives the same as many. Its neighbours change nothing but the number of rows, for

@@ -13,7 +13,8 @@ Modules stay apart where that would change what is computed: other rules, format
 scales, adapters or statistics of their own.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from midtread.kernels.environment import here
 from midtread.kernels.gates import GATES, STRIP, woven
 from midtread.lm.layers import Linear
 from midtread.model import flaxlib
+from midtread.numerics.formats import dtype_bits
+from midtread.numerics.rounding import unpacked
 
 # Attributes of a module that multiply the same rows.
 TOGETHER = (("query", "key", "value"), ("wi_0", "wi_1"))
@@ -65,7 +68,7 @@ def _join(row: Sequence[Linear], activation: str | None) -> None:
     first.is_woven = activation is not None and _can_weave(row, values["kernel"], activation)  # fmt: skip
     for name, parts in values.items():
         beside = woven if first.is_woven else lambda *xs: jnp.concatenate(xs, -1)
-        joined = jax.tree.map(beside, *parts)
+        joined = jax.tree.map(functools.partial(_laid, beside), *parts)
         box = getattr(first, name)
         setattr(
             first, name, jax.tree.map(flaxlib.like, box, joined, is_leaf=is_variable)
@@ -74,6 +77,17 @@ def _join(row: Sequence[Linear], activation: str | None) -> None:
     for other in others:
         for name in names:
             delattr(other, name)
+
+
+def _laid(lay: Callable[..., jax.Array], *parts: jax.Array) -> jax.Array:
+    """Returns lay(*parts); codes of 2 bits are bytes on the way, since XLA ends the process where
+    it is to concatenate them on a CPU (jaxlib 0.10.2)."""
+    dtype = parts[0].dtype
+    if dtype_bits(dtype) >= 4:
+        return lay(*parts)
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    kind = jnp.int8 if is_signed else jnp.uint8
+    return lay(*(unpacked(x).astype(kind) for x in parts)).astype(dtype)
 
 
 def _can_weave(row: Sequence[Linear], weights: Sequence[Any], activation: str) -> bool:

@@ -56,10 +56,10 @@ class Linear(nnx.Module):
         if bias:
             self.bias = vector(m, dout, names[-1])
         self.dtype, self.has_bias = jnp.dtype(m.dtype), bias
-        self.widths: tuple[int, ...] | None = (
-            None  # of the weights that lm/join.py made one
-        )
-        self.is_woven = False  # whether their columns lie by turns (kernels/gates.py)
+        # Of the weights that lm/join.py made one, and whether their columns lie by turns
+        # (kernels/gates.py).
+        self.widths: tuple[int, ...] | None = None
+        self.is_woven = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...], self.dtype)

@@ -230,10 +230,8 @@ def no_weights(needed: int, helps: Mapping[str, int]) -> str:
 def no_cache(slots: int, length: int, needed: int) -> str:
     """Says that there is no room for a cache of `slots` x `length` tokens, and what would
     fit."""
-    text, free = (
-        f"a cache of {slots} x {length:,} tokens needs {human(needed, 'B')}",
-        bytes_free(),
-    )
+    text = f"a cache of {slots} x {length:,} tokens needs {human(needed, 'B')}"
+    free = bytes_free()
     if free is None or needed <= free:
         return (
             f"{text}, which the device does not have: fewer prompts at once "
