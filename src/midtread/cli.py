@@ -216,7 +216,8 @@ def _report_runs(words: Sequence[str]) -> None:
     checkpoints = settings.load_checkpoints(words)
     _keep_compiled(checkpoints[0][1].jax_cache_dir)
     first = pathlib.Path(checkpoints[0][0])
-    folder = first if len(checkpoints) == 1 else first.parent
+    is_folder = len(checkpoints) == 1 and first.is_dir()
+    folder = first if is_folder else first.parent
     page = run.write(evals.reported(checkpoints), folder / "report.html")
     Terminal().say(f"report: {page}")
 
@@ -404,6 +405,10 @@ def _main(words: list[str]) -> int:
 
         print(f"midtread {__version__}")
         return 0
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            print(f"error: {word!r} is not text in UTF-8: rename it.", file=sys.stderr)
+            return 2
     verb, rest = words[0], _joined(words[1:])
     if verb not in COMMANDS:
         from midtread.model.rules import did_you_mean

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import pathlib
+import shutil
 import sys
 import tracemalloc
 
@@ -129,6 +131,7 @@ def test_what_a_target_cannot_say_is_refused_before_a_byte(folder, tmp_path):
         (coded, "awq", {}, "is not awq .* Write format=fp8"),
         (coded, "q8_0", {}, "is in no kind of block"),
         (coded, "mlx4", {}, "is not mlx4 .* Write format=fp8"),
+        (folder, "mlx4", {"group_size": 16}, "MLX has groups of 32, 64, 128"),
     ]
     for source, name, options, message in cases:
         path = tmp_path / ("out.gguf" if name == "q8_0" else "out")
@@ -163,6 +166,29 @@ def test_scales_that_float16_lacks_are_refused_or_listed(tmp_path, name, dtype):
 
 class Killed(Exception):
     pass
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["w4a16", "nvfp4", "mxfp4", "fp8", "mlx4", "gguf_mxfp4", "q8_0"]
+)
+def test_numbers_that_are_not_finite_are_refused(tmp_path, name, wrong):
+    held = tensors()
+    held[UP][3, 5] = wrong
+    write_tensors(tmp_path / "float", held, CONFIG)
+    path = tmp_path / ("out.gguf" if name in gguf_export.KINDS else "out")
+    with pytest.raises(ValueError, match="up_proj.* (NaN|nan|inf)"):
+        export.export(Folder(tmp_path / "float"), path, name)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_words_that_rows_do_not_fill_are_refused_before_a_byte(tmp_path, name):
+    held = {UP: np.ones((20, 256), np.float32)}
+    write_tensors(tmp_path / "float", held, CONFIG)
+    with pytest.raises(ValueError, match="does not fill the words.* Leave it in float"):
+        export.export(Folder(tmp_path / "float"), tmp_path / "out", name)
+    assert not list(tmp_path.glob("out*"))
 
 
 class Dying(Folder):
@@ -205,6 +231,42 @@ def test_a_killed_export_goes_on(folder, tmp_path, monkeypatch, name):
         np.testing.assert_array_equal(
             values(again.read(tensor)), values(once.read(tensor))
         )
+
+
+@pytest.mark.parametrize("name", ["w4a16", "q4_k"])
+def test_an_export_goes_on_from_the_same_weights_alone(tmp_path, monkeypatch, name):
+    """Half of one model and half of another would be neither."""
+    monkeypatch.setattr(export, "FILE_BYTES", 100_000)
+    path = tmp_path / ("out.gguf" if name == "q4_k" else "out")
+    write_tensors(tmp_path / "float", tensors(), CONFIG)
+    source = Dying(tmp_path / "float")
+    source.left = 28 if name == "q4_k" else 12
+    with pytest.raises(Killed):
+        export.export(source, path, name)
+    partial = path.with_name(f"{path.name}.partial")
+    if name == "q4_k":  # the clock of a file system may be coarse
+        os.utime(partial, ns=(0, 0))
+    shutil.rmtree(tmp_path / "float")
+    write_tensors(tmp_path / "float", tensors(seed=1), CONFIG)
+    export.export(Folder(tmp_path / "float"), path, name)
+    whole = tmp_path / f"whole-{path.name}"
+    export.export(Folder(tmp_path / "float"), whole, name)
+    again, once = quantized.open_model(path), quantized.open_model(whole)
+    for tensor in once.tensors:
+        np.testing.assert_array_equal(
+            values(again.read(tensor)), values(once.read(tensor))
+        )
+
+
+def test_what_a_kill_left_is_no_part_of_the_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "FILE_BYTES", 100_000)
+    source = Dying(folder.path)
+    source.left = 12
+    with pytest.raises(Killed):
+        export.export(source, tmp_path / "out", "w4a16")
+    (tmp_path / "out.partial" / "part-00009.safetensors.x.partial").write_text("begun")
+    export.export(folder, tmp_path / "out", "w4a16")
+    assert not list((tmp_path / "out").glob("*partial"))
 
 
 def test_memory_is_one_file_and_one_tensor(tmp_path, monkeypatch):

@@ -198,6 +198,9 @@ def test_nnx_from_float_model_and_data(x, tmp_path):
     assert file.is_full_integer
     (parity,) = tflite.parity(path, nnx.jit(net), x)
     assert parity.sqnr_db > 25, str(parity)
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode  # it may be read as any new file
 
 
 # --- bad input --------------------------------------------------------------------------------
@@ -287,6 +290,13 @@ def test_scanned_layers_are_refused(x, tmp_path):
     layers = nn.scan(Layer, axes, split_rngs={"params": True}, length=2)
     with pytest.raises(ValueError, match="has a layer axis, from nn.scan"):
         trip(lambda x: layers(name="all")(x, None)[0], x, tmp_path / "m.tflite")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "damaged.tflite"
+    path.write_bytes(b"\0\0\0\0TFL3" + b"\xff" * 40)
+    with pytest.raises(ValueError, match=r"damaged.tflite' is damaged: "):
+        describe(path)
 
 
 def test_not_a_litert_file(tmp_path):

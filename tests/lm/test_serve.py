@@ -29,6 +29,7 @@ from midtread.lm import (
     room,
     settings,
 )
+from midtread.lm import eval as evals
 from midtread.lm.config import Model, section
 from midtread.lm.decode import Sampling, choose
 from midtread.lm.generate import Pieces, generate, stop_tokens
@@ -36,6 +37,7 @@ from midtread.lm.manual import manual_quantize
 from midtread.lm.tokenizer import Tokenizer
 from midtread.lm.train import train
 from midtread.lm.usage import UsageError
+from midtread.report import run as report
 
 WORDS = [
     "tiny",
@@ -366,6 +368,11 @@ WRONG = {
         ["import", "{run}", "run_name=b"],
         "{run} is a run already: give it to quantize, eval, generate or export",
     ),
+    "a seed beyond 64 bits": (
+        ["generate", "{run}", "temperature=1", f"seed={2**63}"],
+        "seed=9223372036854775808 is out of range: it must be below",
+    ),
+    "a name that is no text": (["eval", "{run}\udce9"], "is not text in UTF-8"),
     "a cache without end": (
         ["generate", "{run}", "max_new_tokens=1000000000000"],
         "What would fit: ",
@@ -393,6 +400,16 @@ def test_what_is_wrong_is_one_line(run, case, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert expected.format(run=run) in error
+
+
+def test_the_page_about_a_file_lies_beside_it(run, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a.gguf"
+    words = ["format=q8_0", f"export_path={file}"]
+    assert cli.main(["export", run, *words]) == 0
+    monkeypatch.setattr(evals, "reported", lambda checkpoints: [])
+    monkeypatch.setattr(report, "write", lambda runs, path: path)
+    assert cli.main(["report", str(file)]) == 0
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
 
 def test_a_checkpoint_with_groups_is_reported(run, tmp_path, capsys):

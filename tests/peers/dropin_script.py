@@ -197,7 +197,9 @@ def numerics_functions():
         "symmetric": [numerics.get_symmetric_bound(t) for t in types],
         "asymmetric": [numerics.get_asymmetric_bound(t) for t in ("int8", jnp.int4)],
         "should": [numerics.should_quantize(t) for t in (jnp.bfloat16, "float32", jnp.int8)],
-        "can": [numerics.can_dequant_on_output(t) for t in ("nf4", "int8")],
+        "can": [numerics.can_dequant_on_output(t) for t in ("nf4", "int8", jnp.bfloat16)],
+        "wide": [numerics.convert_from(numerics.convert_to(x, t), t).astype(jnp.float32)
+                 for t in (jnp.bfloat16, jnp.float32)],
         "nf4": (numerics.get_nf4_buckets(), numerics.fp_to_nf4(x / 200),
                 numerics.nf4_to_fp(jnp.array([1, 2], jnp.uint4))),
         "alias": hasattr(numerics, "NoiseFn"),
@@ -912,6 +914,9 @@ def errors():
         "order": error_of(sparsity.get_sparsity_mask, x, 1, 4, order="Z"),
         "transpose": error_of(qarray.transpose_array, x, [0, None]),
         "zero shape": error_of(qarray.quantize_with_scale_zero_point, x, "int8", jnp.ones((1, 1)), jnp.ones((4, 1), jnp.int8)),
+        "codes of integers": error_of(qarray.quantize_with_scale_zero_point, jnp.ones((4, 8), jnp.int32), "int8", jnp.ones((4, 1)), None),
+        "scales": error_of(qarray.get_scale_shape, (4, 64), qarray.HowToQuantize(qtype="int8", tiled_axes={1: 7})),
+        "no range": [error_of(qarray.clip_gradient_to_calibration, x, x, {}, m) for m in ("absmax", "rms,2")],
         "einsum": error_of(einsum_info.EinsumInfo.parse, "ab->a"),
         "sharding": error_of(flax_util.update_boxed, "text"),
     }  # fmt: skip

@@ -16,6 +16,7 @@ done is noted there, so that the same command goes on after a kill, and the fold
 name when it is whole.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,14 +24,20 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from midtread.interop import compressed_tensors, gguf_blocks, huggingface, layouts
+from midtread.interop import (
+    compressed_tensors,
+    gguf_blocks,
+    huggingface,
+    layouts,
+    mlx,
+)
 from midtread.interop import safetensors as files
 from midtread.interop.huggingface import as_floats
 from midtread.interop.targets import (
@@ -179,17 +186,26 @@ def is_quantized(source: Any, name: str) -> bool:
 def _check_groups(
     source: Any, name: str, shape: tuple[int, ...], target: Target
 ) -> None:
+    if target.layout in HALF_SCALES and (shape[0] % 8 or shape[1] % 8):
+        raise ValueError(
+            f"{source.name}: {name!r} of shape {list(shape)} does not fill the words of "
+            f"eight codes that {target.layout} has. {_leave(name)}."
+        )
     size = target.tile[1] if isinstance(target.tile, tuple) else target.tile
     if size == "row" or shape[1] % int(size) == 0:
         return
-    fits = [n for n in (256, 128, 64, 32, 16) if shape[1] % n == 0]
-    hint = f"Write group_size={fits[0]}" if fits else "Leave it out"
-    if target.qtype in ("nvfp4", "mxfp4") or isinstance(target.tile, tuple):
-        hint = f"Leave it out: skip={re.escape(name)}"
+    known = mlx.SIZES if target.layout == "MLX" else (16, 32, 64, 128, 256)
+    fits = [n for n in known if shape[1] % n == 0]
+    is_fixed = target.qtype in ("nvfp4", "mxfp4") or isinstance(target.tile, tuple)
+    hint = f"Write group_size={fits[-1]}" if fits and not is_fixed else _leave(name)
     raise ValueError(
         f"{source.name}: {name!r} has {shape[1]} columns, which are not "
         f"{tile_words(target)}, as {target.name} has them. {hint}."
     )
+
+
+def _leave(name: str) -> str:
+    return f"Leave it in float, skip=[{re.escape(name)!r}] of interop.export, or choose another format"
 
 
 def _check_codes(source: Any, name: str, target: Target) -> Any:
@@ -316,7 +332,8 @@ def export(
     work = _Work.begin(partial, _fingerprint(source, target, planned))
     if work.files:
         say(f"{partial}: going on after {work.num_done} tensors")
-    schemes = _write_files(source, target, planned, work, say)
+    with nothing_left(lambda: shutil.rmtree(partial)):
+        schemes = _write_files(source, target, planned, work, say)
     index = work.finish()
     about = {**(source.config if config is None else config)}
     about.pop("quantization_config", None)
@@ -338,10 +355,17 @@ def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
     listed = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
     return {
         "source": source.name,
+        "files": _stamp(source),
         "target": json.loads(json.dumps(target)),
         "weights": list(planned.weights),
         "tensors": listed,
     }
+
+
+def _stamp(source: Any) -> list[list[Any]]:
+    """Returns name, size and time of the files that a source reads."""
+    stats = [(str(file), os.stat(file)) for file in getattr(source, "files", ())]
+    return [[name, about.st_size, about.st_mtime_ns] for name, about in stats]
 
 
 def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
@@ -361,7 +385,8 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
         progress.read += sum(np.asarray(x).nbytes for x in jax.tree.leaves(array))
         if name in weights:
             module = name.removesuffix(".weight")
-            q = array if isinstance(array, QArray) else quantized(array, spec)
+            with refused_by_name(f"{source.name}: {name!r}"):
+                q = array if isinstance(array, QArray) else quantized(array, spec)
             scheme, tensors = scheme_and_tensors(q, target, module)
             waiting |= tensors
             pending[module] = scheme
@@ -379,6 +404,26 @@ def _write_files(source, target: Target, planned: Plan, work: "_Work", say):
             waiting, pending = {}, {}
             say(f"{progress}")
     return schemes
+
+
+@contextlib.contextmanager
+def refused_by_name(where: str) -> Iterator[None]:
+    """Puts the name of a tensor before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+
+
+@contextlib.contextmanager
+def nothing_left(remove: Callable[[], None]) -> Iterator[None]:
+    """Removes what was begun, if it is refused: it can never be whole. After a kill it stays,
+    to go on from."""
+    try:
+        yield
+    except ValueError:
+        remove()
+        raise
 
 
 def _scheme(fields: list) -> Any:
@@ -412,6 +457,10 @@ class _Work:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             state = {"of": fingerprint, "files": [], "done": 0, "schemes": {}}
+        whole = {_STATE, *(file for file, _ in state["files"])}
+        for file in folder.iterdir():
+            if file.name not in whole:  # what a kill had left of the next one
+                file.unlink()
         return cls(folder, state)
 
     @property

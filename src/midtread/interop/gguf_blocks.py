@@ -239,6 +239,8 @@ def _encode_q8_0(x: np.ndarray) -> np.ndarray:
 
 def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
     largest = np.abs(x).max(-1, keepdims=True)
+    if not np.isfinite(largest).all():
+        raise ValueError("holds numbers that are NaN or infinite.")
     exponent = np.frexp(largest)[1] - 1 - 2  # 2^2 is the largest power of e2m1
     exponent = np.where(largest > 0, exponent, -127).clip(-127, 127)
     units = x / np.ldexp(np.float32(1), exponent)

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 
 from midtread.interop import gguf, gguf_blocks, gguf_models, gguf_tokenizer, layouts
-from midtread.interop.export import HalfScales, Progress, is_quantized
+from midtread.interop.export import (
+    HalfScales,
+    Progress,
+    is_quantized,
+    nothing_left,
+    refused_by_name,
+)
 from midtread.numerics.qarray import QArray
 
 # the name to ask for -> the kind of block
@@ -73,11 +79,15 @@ def export(
     metadata |= gguf_tokenizer.metadata(also, about.get("vocab_size", 0), say)
     head = gguf.header(metadata, kinds)
     partial = path.with_name(f"{path.name}.partial")
-    done = _resume(partial, head, kinds)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    done = _resume(partial, head, kinds, getattr(source, "files", ()))
     if done:
         say(f"{partial}: going on after {done} tensors")
     progress = Progress(done, len(kinds))
-    with open(partial, "r+b" if done else "wb") as file:
+    with (
+        nothing_left(partial.unlink),
+        open(partial, "r+b" if done else "wb") as file,
+    ):
         if not done:
             file.write(head)
         file.seek(0, os.SEEK_END)
@@ -185,10 +195,15 @@ def shape_words(source: Any, names: Mapping[str, list[str]], tensor: str) -> str
     )
 
 
-def _resume(partial: pathlib.Path, head: bytes, kinds: Mapping) -> int:
+def _resume(
+    partial: pathlib.Path, head: bytes, kinds: Mapping, files: Sequence[Any]
+) -> int:
     """Returns how many whole tensors a file in the making has, and cuts off what follows
-    them."""
+    them; 0 where the files that they were read from have changed since."""
     if not partial.is_file() or partial.stat().st_size < len(head):
+        return 0
+    begun = partial.stat().st_mtime_ns
+    if any(os.stat(file).st_mtime_ns > begun for file in files):
         return 0
     with open(partial, "r+b") as file:
         if file.read(len(head)) != head:
@@ -220,7 +235,8 @@ def _bytes(
         read += np.asarray(array).nbytes
         if model.norm_offset and name.endswith("norm.weight"):
             array = np.asarray(array, np.float32) + np.float32(model.norm_offset)
-        pieces.append(encoded(np.asarray(array), kind))
+        with refused_by_name(f"{source.name}: {name!r}"):
+            pieces.append(encoded(np.asarray(array), kind))
     return np.concatenate([m.reshape(-1).view(np.uint8) for m in pieces]), read
 
 

@@ -209,7 +209,7 @@ class GGUFModel:
 
     def __init__(self, path: Any):
         self.file = gguf.GGUF(path)
-        self.name, self.notes = self.file.path, ()
+        self.name, self.notes, self.files = self.file.path, (), [self.file.path]
         self.model = self._model()
         self.config = self._config()
         self._places = self._names()

@@ -396,6 +396,8 @@ class Tree:
         table: a Row for every array.
         config: config.json of the model.
         name: to call it by, in errors.
+        files: that the tree was read from; an export that was killed goes on where they are
+            the same.
 
     Raises:
         ValueError: a path is missing or left over on either side, or rows that share a tensor
@@ -413,8 +415,10 @@ class Tree:
         table: Table,
         config: Mapping[str, Any] | None = None,
         name: str = "the tree",
+        files: Sequence[Any] = (),
     ):
         self.tree, self.name, self.config, self.notes = tree, name, config or {}, ()
+        self.files = files
         by_path = _by_path(table)
         for path in sorted({*by_path} ^ {*tree}):
             where = "table" if path in tree else "tree"

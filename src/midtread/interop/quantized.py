@@ -15,6 +15,7 @@ the documentation's table is made from it.
 """
 
 import os
+import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -107,6 +108,11 @@ class QuantizedFolder:
         for name, weight in self.weights.items():
             about = huggingface.Tensor(weight.shape, np.dtype(np.float32))
             self.tensors[name] = about
+
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """The files that hold the weights."""
+        return self.folder.files
 
     def kind(self, name: str) -> Any:
         """Returns what tensors of one format have in common."""

@@ -159,7 +159,8 @@ def _umask() -> int:
 def replacing(path: str) -> Iterator[Any]:
     """Yields a file to write, which takes the place of `path` once it is whole."""
     folder = os.path.dirname(os.path.abspath(path))
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+    name = {"prefix": f"{os.path.basename(path)}.", "suffix": ".partial"}
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False, **name) as file:
         try:
             yield file
             file.close()

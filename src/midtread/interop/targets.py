@@ -84,6 +84,9 @@ def target_of(name: str, group_size: int | None = None) -> Target:
         )
     if group_size < 1:
         raise ValueError(f"group_size={group_size} should be above 0.")
+    if target.layout == "MLX" and group_size not in mlx.SIZES:
+        sizes = ", ".join(map(str, mlx.SIZES))
+        raise ValueError(f"group_size={group_size}: MLX has groups of {sizes}.")
     return target._replace(tile=group_size, is_free=False)
 
 
@@ -136,6 +139,8 @@ def quantized(x: np.ndarray, spec: Spec) -> QArray:
     pieces = [_quantize(x[i : i + step], spec) for i in range(0, len(x), step)]
     join = lambda *parts: np.concatenate([np.asarray(part) for part in parts])
     q = jax.tree.map(join, *pieces)
+    if not np.isfinite(q.scale).all():
+        raise ValueError("holds numbers that are NaN or infinite.")
     codes = spec.format.dtype
     in_nibbles = lambda part: part.view(codes) if part.dtype == np.uint8 else part
     return q.map(in_nibbles) if dtype_bits(codes) == 4 else q

@@ -121,6 +121,15 @@ def read(path: str | os.PathLike) -> File:
         content = file.read()
     if content[4:8] != b"TFL3":
         raise ValueError(f"{os.fspath(path)!r} is not a LiteRT file: no TFL3 in it.")
+    try:
+        return _file(os.fspath(path), content)
+    except ImportError:
+        raise
+    except Exception as error:  # whatever offsets into nowhere make the reader raise
+        raise ValueError(f"{os.fspath(path)!r} is damaged: {error}") from error
+
+
+def _file(path: str, content: bytes) -> File:
     model = schema().ModelT.InitFromPackedBuf(content, 0)
     ops, inputs, outputs, constants = [], [], [], []
     for number, graph in enumerate(model.subgraphs):
@@ -131,7 +140,7 @@ def read(path: str | os.PathLike) -> File:
         if number == 0:
             inputs, outputs = pick(graph.inputs), pick(graph.outputs)
     return File(
-        os.fspath(path), len(content), tuple(ops), inputs, outputs, tuple(constants),
+        path, len(content), tuple(ops), inputs, outputs, tuple(constants),
         tuple(_notes(model).get("left_float", ())),
     )  # fmt: skip
 

@@ -42,7 +42,9 @@ class Run:
     run_name: str = key("run", "folder of this run inside base_output_directory")
     base_output_directory: str = key("runs", "where runs are kept")
     overwrite: bool = key(False, "start over in a folder that holds another run")
-    seed: int = key(0, "of weights, data order and stochastic rounding", at_least=0)
+    seed: int = key(
+        0, "of weights, data order and stochastic rounding", at_least=0, below=2**63
+    )
     enable_tensorboard: bool = key(False, "also write TensorBoard event files")
     jax_cache_dir: str = key(
         "~/.cache/midtread/jax",

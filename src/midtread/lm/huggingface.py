@@ -359,7 +359,14 @@ def _trained(config: Config, run: str) -> hf.Tree:
     tree = flax.traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
     m, tree = _with_plain_embedding(m, tree)
     arch, about = config_json.config_of(m)
-    return hf.Tree(tree, architectures.table(m, arch), about, run)
+    return hf.Tree(tree, architectures.table(m, arch), about, run, _files_of(run))
+
+
+def _files_of(run: str) -> list[pathlib.Path]:
+    """Returns the files that hold the weights of a run or checkpoint."""
+    from midtread.lm import checkpoint
+
+    return sorted(p for p in checkpoint.locate(run)[0].rglob("*") if p.is_file())
 
 
 def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree:
@@ -377,7 +384,7 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
     if origin is not None:  # what it was imported from says more
         about = open_model(origin).config
         arch = architectures.architecture(about, run)
-    return hf.Tree(tree, architectures.table(m, arch), about, run)
+    return hf.Tree(tree, architectures.table(m, arch), about, run, _files_of(run))
 
 
 def _origin_of(run: str) -> pathlib.Path | None:

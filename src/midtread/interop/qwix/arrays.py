@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from midtread.kernels.layout import codes_of
 from midtread.numerics import calibration as calibration_
 from midtread.numerics import qarray, rounding, views
+from midtread.numerics.dtypes import is_wide
 from midtread.numerics.formats import FORMATS, NF4, as_format
 from midtread.numerics.qarray import QArray
 from midtread.numerics.scales import compute_scales
@@ -72,8 +73,13 @@ def how_of(spec: Spec, **fields: Any) -> HowToQuantize:
 # --- numerics ---------------------------------------------------------------------------------
 
 
+def _is_wide(qtype: Any) -> bool:
+    """Whether Qwix is asked about a float that is no format, which it leaves as it is."""
+    return not isinstance(qtype, str) and is_wide(qtype)
+
+
 def can_dequant_on_output(qtype: Any) -> bool:
-    return as_format(qtype).is_linear
+    return _is_wide(qtype) or as_format(qtype).is_linear
 
 
 def get_symmetric_bound(qtype: Any) -> float:
@@ -90,12 +96,14 @@ def get_asymmetric_bound(qtype: Any) -> tuple[float, float]:
 def convert_to(
     x: jax.Array, qtype: Any, noise_fn: rounding.Noise | None = None
 ) -> jax.Array:
+    if _is_wide(qtype):
+        return x.astype(qtype)
     how = "nearest" if noise_fn is None else "uniform"  # round(x + noise)
     return rounding.encode(x, as_format(qtype), how, noise_fn)
 
 
 def convert_from(x: jax.Array, qtype: Any) -> jax.Array:
-    return rounding.decode(x, as_format(qtype))
+    return x if _is_wide(qtype) else rounding.decode(x, as_format(qtype))
 
 
 def get_nf4_buckets() -> jax.Array:
@@ -172,6 +180,7 @@ def quantize(array: jax.Array, how: HowToQuantize) -> QArray:
 
 
 def get_scale_shape(array_shape: ShapeT, how: HowToQuantize) -> tuple[int, ...]:
+    _refuse_partial_tiles(array_shape, how)
     return how.spec.layout(tuple(array_shape))[1]
 
 
@@ -205,6 +214,8 @@ def quantize_with_scale_zero_point(
     zero_point: jax.Array | None,
     noise_fn: rounding.Noise | None = None,
 ) -> QArray:
+    if not is_wide(array.dtype):
+        raise ValueError(f"Refuse to quantize: {array.dtype}")
     if zero_point is not None and zero_point.shape != scale.shape:
         raise ValueError(
             f"Expect zero_point shape {scale.shape} but got {zero_point.shape}"
@@ -307,9 +318,9 @@ def clip_gradient_to_calibration(
     calibration_method: str,
 ) -> jax.Array:
     """g, where the window that was calibrated holds `array`; 0 elsewhere."""
-    _bounds(calibration)
     if not calibration_.parse(calibration_method).clips:
         return g
+    _bounds(calibration)
     return jnp.where(is_inside(array, calibration), g, jnp.zeros_like(g))
 
 
