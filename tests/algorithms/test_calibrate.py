@@ -280,6 +280,7 @@ def test_a_weight_of_zeros_costs_nothing(rounding, key):
         (["gptq", "awq"], r"no meaning in this order: write \['awq', 'gptq'\]"),
         (["clip", "gptq"], "round twice"),
         (["smooth", "awq"], "both choose one factor per input"),
+        (["awq", "smooth"], "both choose one factor per input"),
     ],
 )
 def test_algorithms_without_a_meaning_are_refused(asked, message):

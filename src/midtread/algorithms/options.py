@@ -157,15 +157,15 @@ def plan(algorithms: Sequence[str]) -> Plan:
             f"algorithms={list(algorithms)} round twice: keep one of {rounds}. (gptq "
             "searches scales as clip does, by itself.)"
         )
-    if places != sorted(set(places)):
-        raise ValueError(
-            f"algorithms={list(algorithms)} have no meaning in this order: write "
-            f"{[n for n in known if n in algorithms]}."
-        )
     if {"smooth", "awq"} <= set(algorithms):
         raise ValueError(
             "smooth and awq both choose one factor per input: keep smooth where inputs are "
             "quantized, awq where they are not."
+        )
+    if places != sorted(set(places)):
+        raise ValueError(
+            f"algorithms={list(algorithms)} have no meaning in this order: write "
+            f"{[n for n in known if n in algorithms]}."
         )
     before = tuple(name for name in algorithms if name in BEFORE)
     after = tuple(name for name in algorithms if name in AFTER)
