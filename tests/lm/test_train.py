@@ -476,6 +476,10 @@ def test_what_keeps_weights_stacked():
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     assert stacks.why_stacked(m, t, room=3 * size, state=state) is None
     assert "no room" in stacks.why_stacked(m, t, room=size, state=state)
+    odd = Model(num_decoder_layers=32, scan_unroll=32, emb_dim=262, mlp_dim=262)
+    few = dataclasses.replace(t, optimizer_states="int8")
+    assert stacks.why_stacked(odd, t) is None
+    assert "layers share the scales" in stacks.why_stacked(odd, few)
 
 
 def test_the_norm_of_bfloat16_gradients_is_float32(key):
