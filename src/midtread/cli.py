@@ -108,6 +108,7 @@ def _quantize(words: Sequence[str]) -> None:
 
     terminal = Terminal()
     checkpoints = settings.load_checkpoints(words)
+    _keep_compiled(checkpoints[0][1].jax_cache_dir)
     one = checkpoints[0][1].save_quantized_params_path
     require(
         not one or len(checkpoints) == 1,

@@ -112,6 +112,7 @@ def test_what_a_verb_would_ignore_is_refused(tmp_path, capsys):
         ("generate", "dataset_path=x", "import, quantize, eval, report use it"),
         ("eval", "temperature=1", "temperature means nothing to `midtread eval`"),
         ("export", "quantization=int8w", "means nothing to `midtread export`"),
+        ("export", "jax_cache_dir=x", "means nothing to `midtread export`"),
         ("export", "algorithm=gptq", "quantize uses it"),
         ("import", "quantization=int8w", "means nothing to `midtread import`"),
         ("quantize", "run_name=b", "train, import use it"),
@@ -304,6 +305,16 @@ def test_compiled_programs_are_kept_where_a_key_says():
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_quantize_keeps_what_it_compiles(monkeypatch):
+    folders, there = [], Config(jax_cache_dir="there")
+    monkeypatch.setattr(cli, "_keep_compiled", folders.append)
+    monkeypatch.setattr(
+        settings, "load_checkpoints", lambda words: [("nowhere", there)]
+    )
+    assert cli.main(["quantize", "nowhere"]) == 2
+    assert folders == ["there"]
 
 
 COUNTING = """

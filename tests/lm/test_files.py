@@ -163,6 +163,17 @@ def test_held_out_documents_are_read_group_by_group(tmp_path, monkeypatch):
     assert text.decode() == texts[20 * first + 19]
 
 
+def test_a_published_model_is_judged_by_a_part_of_large_files(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": f"document {i} " * 9}) + "\n" for i in range(4000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    numbers, read = [], files.Lines.__getitem__
+    note = lambda self, number: numbers.append(number) or read(self, number)
+    monkeypatch.setattr(files.Lines, "__getitem__", note)
+    batches, bytes_per_token = data.windows(config(tmp_path, "jsonl"))
+    assert bytes_per_token == 1 and batches[0]["inputs"].shape == (4, 32)
+    assert 0 < len(numbers) < 100 and {n % 20 for n in numbers} == {19}
+
+
 BAD = {
     "empty.jsonl": (b"", "is empty"),
     "cut.jsonl": (

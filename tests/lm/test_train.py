@@ -32,7 +32,16 @@ from midtread.lm import (
     stream,
 )
 from midtread.lm.config import Model, Training, section
-from midtread.lm.train import Diverged, check_loss, read, settle, train
+from midtread.lm.train import (
+    MEMORY,
+    Diverged,
+    Metrics,
+    Watch,
+    prepare_folder,
+    read,
+    settle,
+    train,
+)
 from midtread.lm.usage import UsageError
 
 SMALL = ["tiny", "dtype=float32", "num_decoder_layers=1", "max_new_tokens=4"]
@@ -280,17 +289,64 @@ def test_a_run_that_kept_codes_is_served(tmp_path, capsys):
 
 
 def test_a_lost_loss_stops_the_run():
-    fine = [{"step": i, "loss": 3.0} for i in range(60)]
-    check_loss(fine, 40)
+    def run(losses, last_good=40):
+        watch = Watch(losses[:10])  # before it was resumed
+        for number, loss in enumerate(losses[10:], 10):
+            watch.see(number, loss, lambda: last_good)
+
+    run([3.0] * 60)
     with pytest.raises(
         Diverged, match="nan at step 60; the last good checkpoint is 40"
     ):
-        check_loss([*fine, {"step": 60, "loss": float("nan")}], 40)
-    away = [{"step": 60 + i, "loss": 6.0} for i in range(20)]
-    with pytest.raises(Diverged, match="runs away at step 79"):
-        check_loss([*fine, *away], 40)
-    memorised = [{"step": i, "loss": 0.01 * (1 + i % 7)} for i in range(60)]
-    check_loss(memorised, None)  # small numbers may jump
+        run([3.0] * 60 + [float("nan")])
+    with pytest.raises(Diverged, match="runs away at step 70: 4.650 .* 3.000 at"):
+        run([3.0] * 60 + [6.0] * 20)
+    with pytest.raises(Diverged, match="no checkpoint yet; try a smaller"):
+        run([3.0] * 60 + [6.0] * 20, None)
+    run([0.01 * (1 + i % 7) for i in range(60)])  # small numbers may jump
+
+
+def test_a_loss_is_watched_in_the_time_of_a_step():
+    """After a million steps as after a hundred: no list of them is walked."""
+    watch = Watch([3.0] * 1_000_000)
+    started = time.process_time()
+    for number in range(1000):
+        watch.see(number, 3.0, lambda: None)
+    assert time.process_time() - started < 1
+    assert len(watch.last) == MEMORY + 1
+
+
+def test_a_kill_while_files_are_written_loses_none(tmp_path, monkeypatch):
+    text = "".join(json.dumps({"step": i, "loss": 3.0}) + "\n" for i in range(9))
+    (tmp_path / "metrics.jsonl").write_text(text)
+
+    def dies(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "write_text", dies)
+        with pytest.raises(KeyboardInterrupt):
+            Metrics(tmp_path, 5, False)
+        begun = config(tmp_path, "run_name=new")
+        with pytest.raises(KeyboardInterrupt):
+            prepare_folder(begun, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+    assert prepare_folder(begun, {}) == tmp_path / "new"
+
+
+def test_a_kill_while_a_run_is_deleted(tmp_path, monkeypatch):
+    """The same command goes on deleting."""
+    over = config(tmp_path, "run_name=a", "overwrite=true")
+    folder = prepare_folder(over, {})
+    (folder / "checkpoints").mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_folder(over, {})
+    assert [p.name for p in prepare_folder(over, {}).iterdir()] == ["config.yml"]
 
 
 SMALL_STATES = ["optimizer_states=int8", "weight_dtype=bfloat16"]
@@ -420,6 +476,10 @@ def test_what_keeps_weights_stacked():
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     assert stacks.why_stacked(m, t, room=3 * size, state=state) is None
     assert "no room" in stacks.why_stacked(m, t, room=size, state=state)
+    odd = Model(num_decoder_layers=32, scan_unroll=32, emb_dim=262, mlp_dim=262)
+    few = dataclasses.replace(t, optimizer_states="int8")
+    assert stacks.why_stacked(odd, t) is None
+    assert "layers share the scales" in stacks.why_stacked(odd, few)
 
 
 def test_the_norm_of_bfloat16_gradients_is_float32(key):

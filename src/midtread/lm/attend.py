@@ -331,7 +331,7 @@ def _why_not_tokamax(call: Call, env: Env) -> str | None:
 def _tokamax(call: Call) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]
 
-    call, seen = call.restored(), call.seen
+    seen = call.seen
     window = None  # of every query, how far back it looks
     if seen.is_packed or seen.window is not None:
         back = jnp.arange(call.sizes[0], dtype=jnp.int32) - seen.first
@@ -364,7 +364,7 @@ def _why_not_cudnn(call: Call, env: Env) -> str | None:
 @_kept
 @disable_interceptions
 def _cudnn(call: Call) -> jax.Array:
-    call, seen, width = call.restored(), call.seen, call.v.shape[-1]
+    seen, width = call.seen, call.v.shape[-1]
     call = _as_wide_as_keys(call)
     mask = window = None
     is_causal = seen.is_causal and not seen.is_packed
@@ -372,7 +372,7 @@ def _cudnn(call: Call) -> jax.Array:
         mask = seen.mask(call.sizes[1])[:, None]
     elif seen.window is not None:
         window = (seen.window - 1, 0)
-    arrays: Any = call.q, call.k, call.v  # restored: none of them is codes any more
+    arrays: Any = call.q, call.k, call.v  # `_kept` has made arrays of codes
     out = jax.nn.dot_product_attention(
         *arrays,
         mask=mask,

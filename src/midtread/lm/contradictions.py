@@ -94,6 +94,8 @@ USED_BY = (
       "fp8_weight_gather", "expert_dispatch", "batch_split_factor"), TRAINS),
     (("run_name", "base_output_directory"), ("train", "import")),
     (("overwrite",), ("train", "import", "quantize")),
+    (("jax_cache_dir",),
+     ("train", "import", "quantize", "generate", "eval", "report")),
     (("grain_worker_count",), ("train", "import", "quantize")),
     (("dataset_type", "dataset_path", "dataset_name", "text_field", "dataset_memory_mb",
       "packing", "batch_size", "eval_steps"),

@@ -154,7 +154,9 @@ SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
 def _is_large(config: Config) -> bool:
-    """Returns whether the files are too large to be read all at once."""
+    """Returns whether the data are files that are too large to be read all at once."""
+    if config.dataset_type not in SUFFIXES:
+        return False
     paths = _paths(config, SUFFIXES[config.dataset_type])
     return sum(p.stat().st_size for p in paths) > config.dataset_memory_mb * 2**20
 
@@ -184,7 +186,7 @@ def splits(config: Config) -> Splits:
     if config.dataset_type in stream.LIBRARIES:
         records = stream.LIBRARIES[config.dataset_type](config)
         return Splits(*stream.splits(config, codec, records))
-    if config.dataset_type in SUFFIXES and _is_large(config):
+    if _is_large(config):
         return Splits(*stream.splits(config, codec, _records(config)))
     documents = SOURCES[config.dataset_type](config)
     dtype = np.uint16 if codec.size <= 2**16 else np.uint32
@@ -293,6 +295,8 @@ def windows(config: Config) -> tuple[list[Batch], float]:
 
     Each document is cut into windows of max_target_length tokens that do not overlap. If
     there are more than eval_steps * batch_size, that many are taken, spread over the text.
+    Files that are too large to be read all at once are judged by documents that a run would
+    hold out, spread likewise.
     """
     if config.dataset_type == "synthetic" or config.dataset_type in stream.LIBRARIES:
         split = splits(config)
@@ -300,7 +304,12 @@ def windows(config: Config) -> tuple[list[Batch], float]:
     codec, length = tokenizer(config), config.max_target_length
     begin = np.asarray(codec.begin, np.int64)
     rows, num_tokens, num_bytes = [], 0, 0
-    for text in SOURCES[config.dataset_type](config).texts:
+    if _is_large(config):
+        train = stream.training(config, codec, _records(config))
+        texts: Sequence[str] = stream.judged(config, train)
+    else:
+        texts = SOURCES[config.dataset_type](config).texts
+    for text in texts:
         tokens = np.asarray(codec.encode(text), np.int64)
         num_tokens += len(tokens)
         num_bytes += len(text.encode("utf-8", "replace"))

@@ -2,10 +2,11 @@
 
 A run of ours is judged by the part of its data that it was not trained on. A published model
 (a Hugging Face folder, a .gguf file, an imported run) has no such part: it is judged by all
-of the text, cut into windows of max_target_length tokens that do not overlap. Every window is
-a text of its own, with what the tokenizer puts before texts, and every token of it but the
-first (or with that, every one) is predicted from those before it. Shorter windows give
-higher numbers, so the window is stated with them.
+of the text (of files that are streamed, by what a run would hold out), cut into windows of
+max_target_length tokens that do not overlap. Every window is a text of its own, with what the
+tokenizer puts before texts, and every token of it but the first (or with that, every one) is
+predicted from those before it. Shorter windows give higher numbers, so the window is stated
+with them.
 """
 
 import dataclasses

@@ -168,20 +168,29 @@ class Cut:
         return [rows[i] for i in range(len(rows))]
 
 
-def splits(
-    config: Config, codec: Tokenizer, records: Any
-) -> tuple[Stream, Rows, dict[str, Any]]:
-    """Returns what to train on, what to be judged by, and facts that identify both."""
+def training(config: Config, codec: Tokenizer, records: Any) -> Stream:
+    """Returns what to train on: all records but those that are held out."""
     require(
         len(records) >= HELD_OUT,
         f"dataset_type={config.dataset_type} has {len(records)} documents, and one of every "
         f"{HELD_OUT} is held out: give it more.",
     )
     kept = Documents(records, config.text_field, HELD_OUT)
-    length = config.max_target_length
-    train = Stream(kept, codec, length, config.packing)
-    held_out = dataclasses.replace(kept, held_out=True)
-    texts = _spread(held_out, train, config.eval_steps * config.batch_size * length + 1)
+    return Stream(kept, codec, config.max_target_length, config.packing)
+
+
+def judged(config: Config, train: Stream) -> list[str]:
+    """Returns held-out documents from everywhere, as many as an evaluation needs."""
+    tokens = config.eval_steps * config.batch_size * train.length + 1
+    return _spread(dataclasses.replace(train.documents, held_out=True), train, tokens)
+
+
+def splits(
+    config: Config, codec: Tokenizer, records: Any
+) -> tuple[Stream, Rows, dict[str, Any]]:
+    """Returns what to train on, what to be judged by, and facts that identify both."""
+    train, length = training(config, codec, records), config.max_target_length
+    texts = judged(config, train)
     parts = [train.tokens(text) for text in texts]
     starts = np.cumsum([0, *map(len, parts)])[:-1]
     rows = Rows(np.concatenate(parts), starts, length, config.packing)
@@ -195,7 +204,7 @@ def splits(
         "documents": len(records),
         **({"sha256": files.digest(records)} if _is_files(records) else {}),
         **codec.about,
-        "held_out_documents": len(held_out),
+        "held_out_documents": len(records) // HELD_OUT,
         "held_out_rows": len(rows),
         "held_out_sha256": hashlib.sha256(b"\0".join(encoded)).hexdigest(),
         "bytes_per_token": sum(map(len, encoded)) / sum(map(len, parts)),

@@ -18,6 +18,8 @@ import math
 import pathlib
 import shutil
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
@@ -56,6 +58,8 @@ FREE = {
     "check_memory",
 }  # fmt: skip
 MEMORY = 20  # steps of the means that show whether a loss runs away
+STRIDE = 5  # steps from one such mean to the next
+PARTLY = "partly-"  # how the name of a file begins that is being written
 
 
 class Result(NamedTuple):
@@ -84,7 +88,7 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
     _require_trained_here(folder)
     if config.overwrite and config_file.exists():
         _require_apart(folder, config.load_parameters_path)
-        shutil.rmtree(folder)
+        _empty(folder)
     if config_file.exists():
         before = _begun(config_file)
         for name in keys():
@@ -96,7 +100,7 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
                 "another run_name, or write overwrite=true to start over.",
             )
         _require_same_data(folder, about)
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(not _is_partly(p) for p in folder.iterdir()):
         raise UsageError(
             f"{folder} is not empty and holds no run: choose another run_name."
         )
@@ -105,8 +109,29 @@ def prepare_folder(config: Config, about: dict[str, Any]) -> pathlib.Path:
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}.") from None
     # `midtread train <folder>/config.yml` goes on, and does not start over once more.
-    settings.save(dataclasses.replace(config, overwrite=False), config_file)
+    goes_on = dataclasses.replace(config, overwrite=False)
+    _write(config_file, lambda path: settings.save(goes_on, path))
     return folder
+
+
+def _write(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
+    """Writes a file in one move: a kill leaves the one before, or the new one."""
+    partly = path.with_name(f"{PARTLY}{path.name}")
+    write(partly)
+    partly.replace(path)
+
+
+def _is_partly(path: pathlib.Path) -> bool:
+    return path.name.startswith(PARTLY)
+
+
+def _empty(folder: pathlib.Path) -> None:
+    """Deletes what a run left, and last of all what says that it was one."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.yml"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _begun(config_file: pathlib.Path) -> Config:
@@ -155,24 +180,28 @@ def _require_same_data(folder: pathlib.Path, about: dict[str, Any]) -> None:
 
 
 class Metrics:
-    """Writes metrics.jsonl, and TensorBoard's files if asked for."""
+    """Writes metrics.jsonl, and TensorBoard's files if asked for.
+
+    Attributes:
+        past: the lines of the steps before the first.
+    """
 
     def __init__(self, folder: pathlib.Path, first: int, tensorboard: bool):
-        self.path = folder / "metrics.jsonl"
-        self.lines: list[dict[str, Any]] = []
+        path = folder / "metrics.jsonl"
+        self.past: list[dict[str, Any]] = []
         self.file = self.board = None
         if not processes.is_first():  # only the first process writes
             return
-        self.lines = [x for x in read(self.path) if x["step"] < first]
-        self.path.write_text("".join(json.dumps(x) + "\n" for x in self.lines))
-        self.file = self.path.open("a")
+        self.past = [x for x in read(path) if x["step"] < first]
+        text = "".join(json.dumps(x) + "\n" for x in self.past)
+        _write(path, lambda path: path.write_text(text))
+        self.file = path.open("a")
         if tensorboard:
             from tensorboardX import SummaryWriter
 
             self.board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
         if self.file is None:
             return
         self.file.write(json.dumps(line) + "\n")
@@ -189,29 +218,42 @@ class Metrics:
             self.board.close()
 
 
-def check_loss(lines: list[dict[str, Any]], last_good: int | None) -> None:
-    """Stops a run whose loss is not a number, or runs away."""
-    where = lines[-1]["step"]
-    losses = [x["loss"] for x in lines]
-    kept = (
-        f"the last good checkpoint is {last_good}" if last_good else "no checkpoint yet"
-    )
-    advice = (
-        "try a smaller learning_rate, more warmup_steps_fraction, a lower "
-        "gradient_clipping_threshold, or z_loss_multiplier=1e-4; with quantization, "
-        "quantize_router_proj=false or another calibration"
-    )
-    if not math.isfinite(losses[-1]):
-        raise Diverged(f"loss is {losses[-1]} at step {where}; {kept}; {advice}.")
-    if len(losses) < 2 * MEMORY:
-        return
-    mean = lambda part: sum(part) / len(part)
-    best = min(mean(losses[i : i + MEMORY]) for i in range(0, len(losses) - MEMORY, 5))
-    now = mean(losses[-MEMORY:])
-    if now > 1.5 * best and now > best + 1:
+class Watch:
+    """Stops a run whose loss is not a number, or runs away: whose mean is far above the
+    least mean before. It takes the same time after any number of steps."""
+
+    def __init__(self, losses: Iterable[float] = ()):
+        self.count, self.best = 0, math.inf
+        self.last: deque[float] = deque(maxlen=MEMORY + 1)
+        for loss in losses:
+            self._note(loss)
+
+    def _note(self, loss: float) -> None:
+        self.last.append(loss)
+        self.count += 1
+        if self.count > MEMORY and (self.count - MEMORY - 1) % STRIDE == 0:
+            self.best = min(self.best, sum([*self.last][:MEMORY]) / MEMORY)
+
+    def see(self, step: int, loss: float, last_good: Callable[[], int | None]) -> None:
+        """Takes the loss of one step more."""
+        self._note(loss)
+        now = sum([*self.last][-MEMORY:]) / MEMORY
+        runs_away = now > 1.5 * self.best and now > self.best + 1
+        if not math.isfinite(loss):
+            what = f"loss is {loss} at step {step}"
+        elif self.count >= 2 * MEMORY and runs_away:
+            what = (
+                f"the loss runs away at step {step}: {now:.3f} over the last {MEMORY} "
+                f"steps, {self.best:.3f} at its best"
+            )
+        else:
+            return
+        good = last_good()
+        kept = f"the last good checkpoint is {good}" if good else "no checkpoint yet"
         raise Diverged(
-            f"the loss runs away at step {where}: {now:.3f} over the last {MEMORY} steps, "
-            f"{best:.3f} at its best; {kept}; {advice}."
+            f"{what}; {kept}; try a smaller learning_rate, more warmup_steps_fraction, a "
+            "lower gradient_clipping_threshold, or z_loss_multiplier=1e-4; with "
+            "quantization, quantize_router_proj=false or another calibration."
         )
 
 
@@ -280,7 +322,8 @@ def train(config: Config, terminal: Terminal | None = None) -> Result:
     folder = folder_of(config)
     if processes.is_first():
         prepare_folder(config, splits.about)
-        (folder / "data.json").write_text(json.dumps(splits.about, indent=1))
+        about = json.dumps(splits.about, indent=1)
+        _write(folder / "data.json", lambda path: path.write_text(about))
         (folder / "coverage.txt").write_text(f"{build.mode(config)}\n\n{coverage}\n")
     processes.together("the folder is there")
     terminal.config(settings.changed(asked), folder)
@@ -349,6 +392,7 @@ class Loop:
             self.state = stacks.apart(self.state)
         first = int(self.state.step)
         self.metrics = Metrics(folder, first, config.enable_tensorboard)
+        self.watch = Watch(x["loss"] for x in self.metrics.past)
 
     def _placed(self, batch: data.Batch) -> dict[str, Any]:
         return self.layout.place_batch(batch) if self.layout else batch
@@ -388,7 +432,7 @@ class Loop:
                 if done or due:
                     line["eval_loss"] = eval_loss = self._evaluate(number)
                 self.metrics.write(line)
-                check_loss(self.metrics.lines, self._last_good())
+                self.watch.see(number, line["loss"], self._last_good)
                 show(line)
                 if self.checkpoints and saves:
                     self._save()
