@@ -376,3 +376,51 @@ def test_a_function_that_is_changed_twice_has_its_signature_back():
     intercept.swapped("twice.dot", inner)()
     assert inspect.signature(inner) == before
     assert list(before.parameters)[:2] == ["a", "b"]
+
+
+INSIDE = {
+    "jit": lambda w: jax.jit(lambda v: v @ w),
+    "remat": lambda w: jax.checkpoint(lambda v: v @ w),
+    "scan": lambda w: lambda v: lax.scan(lambda c, _: (c @ w, None), v, None, 1)[0],
+    "cond": lambda w: lambda v: lax.cond(True, lambda v: v @ w, jnp.zeros_like, v),
+    "conv": lambda w: jax.jit(lambda v: lax.conv(v.T[None], w[:, :, None], (1,), "SAME")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_mapped_jit_is_intercepted_once(name):
+    # vmap multiplies anew what was traced, when the operands are the engine's own.
+    inside = INSIDE[name]
+    rule = mt.QtRule(weight_qtype="int4", act_qtype="int8")
+    provider = Seen([rule])
+    model = mt.quantize_model(Wrap(lambda x, w: jax.vmap(inside(w))(x)), provider)
+    one = mt.quantize_model(Wrap(lambda x, w: inside(w)(x)), mt.QtProvider([rule]))
+    x = jnp.stack([X, X + 1])
+    variables = {"params": {"w": W}}
+    out = model.apply(variables, x)
+    want = jnp.stack([one.apply(variables, row) for row in x])
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+    assert len(provider.calls) == 1
+
+
+SOLVERS = {
+    "solve": lambda w: jnp.linalg.solve(w + 9 * jnp.eye(8), jnp.eye(8)),
+    "inv": lambda w: jnp.linalg.inv(w + 9 * jnp.eye(8)),
+    "norm": lambda w: w / jnp.linalg.norm(w, 2),
+    "qr": lambda w: jnp.linalg.qr(w)[0],
+    "eigh": lambda w: jnp.linalg.eigh(w @ w.T)[1],
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_linear_algebra_of_a_model_has_its_gradient(name):
+    # What its solvers and rules multiply is left alone: they transpose it.
+    solver = SOLVERS[name]
+    model = Wrap(lambda x, w: x @ solver(w))
+    qat = mt.QtProvider([mt.QtRule(weight_qtype="int8", act_qtype="int8")])
+    loss = lambda model: (
+        lambda w: jnp.sum(jnp.sin(model.apply({"params": {"w": w}}, X)))
+    )
+    got = jax.grad(loss(mt.quantize_model(model, qat)))(W)
+    want = jax.grad(loss(model))(W)
+    assert jnp.linalg.norm(got - want) < 0.2 * jnp.linalg.norm(want)
