@@ -376,3 +376,121 @@ def test_a_function_that_is_changed_twice_has_its_signature_back():
     intercept.swapped("twice.dot", inner)()
     assert inspect.signature(inner) == before
     assert list(before.parameters)[:2] == ["a", "b"]
+
+
+INSIDE = {
+    "jit": lambda w: jax.jit(lambda v: v @ w),
+    "remat": lambda w: jax.checkpoint(lambda v: v @ w),
+    "scan": lambda w: lambda v: lax.scan(lambda c, _: (c @ w, None), v, None, 1)[0],
+    "cond": lambda w: lambda v: lax.cond(True, lambda v: v @ w, jnp.zeros_like, v),
+    "conv": lambda w: jax.jit(lambda v: lax.conv(v.T[None], w[:, :, None], (1,), "SAME")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_mapped_jit_is_intercepted_once(name):
+    # vmap multiplies anew what was traced, when the operands are the engine's own.
+    inside = INSIDE[name]
+    rule = mt.QtRule(weight_qtype="int4", act_qtype="int8")
+    provider = Seen([rule])
+    model = mt.quantize_model(Wrap(lambda x, w: jax.vmap(inside(w))(x)), provider)
+    one = mt.quantize_model(Wrap(lambda x, w: inside(w)(x)), mt.QtProvider([rule]))
+    x = jnp.stack([X, X + 1])
+    variables = {"params": {"w": W}}
+    out = model.apply(variables, x)
+    want = jnp.stack([one.apply(variables, row) for row in x])
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+    assert len(provider.calls) == 1
+
+
+SOLVERS = {
+    "solve": lambda w: jnp.linalg.solve(w + 9 * jnp.eye(8), jnp.eye(8)),
+    "inv": lambda w: jnp.linalg.inv(w + 9 * jnp.eye(8)),
+    "norm": lambda w: w / jnp.linalg.norm(w, 2),
+    "qr": lambda w: jnp.linalg.qr(w)[0],
+    "eigh": lambda w: jnp.linalg.eigh(w @ w.T)[1],
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_linear_algebra_of_a_model_has_its_gradient(name):
+    # What its solvers and rules multiply is left alone: they transpose it.
+    solver = SOLVERS[name]
+    model = Wrap(lambda x, w: x @ solver(w))
+    qat = mt.QtProvider([mt.QtRule(weight_qtype="int8", act_qtype="int8")])
+    loss = lambda model: (
+        lambda w: jnp.sum(jnp.sin(model.apply({"params": {"w": w}}, X)))
+    )
+    got = jax.grad(loss(mt.quantize_model(model, qat)))(W)
+    want = jax.grad(loss(model))(W)
+    assert jnp.linalg.norm(got - want) < 0.2 * jnp.linalg.norm(want)
+
+
+STACKED = [
+    ((8,), (2, 8, 8)),
+    ((4, 8), (2, 8, 8)),
+    ((3, 1, 4, 8), (1, 2, 8, 8)),
+    ((1, 1, 4, 8), (1, 2, 8, 8)),
+    ((2, 4, 8), (3, 1, 8, 8)),
+    ((1, 4, 8), (1, 8, 8)),
+    ((2, 8), (1, 8, 8)),
+]
+
+
+@pytest.mark.parametrize("shapes", STACKED, ids=str)
+def test_codes_with_batch_axes_multiply_as_floats_do(shapes):
+    # By the same dot_general: the same rule, and the same names of static scales.
+    shape, weight = shapes
+    x, w = jax.random.normal(jax.random.key(2), shape), jnp.resize(W, weight) + 0.1
+    rule = mt.QtRule(**vars(INT8) | {"op_names": ("dot_general",)})
+    model = Stack(weight)
+    qat = mt.quantize_model(model, mt.QtProvider([rule]))
+    served, codes = mt.quantize_variables(
+        model, mt.PtqProvider([rule]), {"params": {"w": w}}, x
+    )
+    provider = Seen([rule])
+    mt.quantize_model(model, provider).apply({"params": {"w": w}}, x)
+    out = served.apply(codes, x)
+    np.testing.assert_allclose(out, qat.apply({"params": {"w": w}}, x), rtol=1e-6)
+    assert out.shape == jnp.matmul(x, w).shape
+    names = [op for op, _ in running_ops(served, codes, x)]
+    assert names == ["dot_general"]
+
+
+class Stack(nn.Module):
+    shape: tuple
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.normal(), self.shape)
+
+
+def running_ops(model, variables, x):
+    """Returns (op, path) of what reaches the provider of a model."""
+    seen, provider = [], flaxlib.provider_of(model)
+    match = provider.match
+    provider.match = lambda path, op: (seen.append((op, path)), match(path, op))[1]
+    try:
+        model.apply(variables, x)
+    finally:
+        del provider.match
+    return seen
+
+
+def test_an_error_of_an_op_says_where():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Conv(4, (3,), name="conv")(x)
+
+    rule = mt.QtRule(weight_qtype="int4", tile_size=2)
+    for provider in (mt.QtProvider([rule]), mt.PtqProvider([rule])):
+        model = mt.quantize_model(Net(), provider)
+        with pytest.raises(ValueError, match="^'conv', conv_general_dilated: .* tile"):
+            model.init(jax.random.key(0), jnp.ones((1, 5, 8)))
+
+
+def test_a_model_without_matmuls_says_so():
+    model = mt.quantize_model(Wrap(lambda x, w: x * w[:4]), mt.QtProvider([INT8]))
+    with pytest.warns(UserWarning, match="no op that a rule is about was run"):
+        model.init(jax.random.key(0), X)

@@ -1,6 +1,7 @@
 """`train` against a by-hand computation of what its recipe says."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
+from midtread.model.rules import recipe_of
 from midtread.numerics.qarray import quantize_by_spec
 from midtread.ops import contraction
 from midtread.ops.engine import contract
@@ -355,3 +357,35 @@ def test_a_weight_shared_inside_shard_map_gets_the_sum_of_gradients(key):
     np.testing.assert_array_equal(dx, want_dx)
     # each device quantizes its own rows of g, under its own ranges
     assert jnp.linalg.norm(dw - want_dw) < 0.02 * jnp.linalg.norm(want_dw)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    "term", ["k,kn->n", "mk,k->m", "k,k->", "m,n->mn"], ids=lambda t: t[:-2]
+)
+def test_a_tile_along_an_axis_that_an_operand_lacks_is_all_of_it(fmt, term, key):
+    # The gradient of a vector's weight sums nothing, and a vector keeps nothing.
+    sizes = {"k": 64, "n": 40, "m": 24}
+    shapes = [[sizes[x] for x in part] for part in term.split("->")[0].split(",")]
+    operands = [jax.random.normal(k, s) for k, s in zip(jax.random.split(key), shapes)]
+    rule = mt.QtRule(
+        weight_qtype=fmt, act_qtype=fmt, bwd_qtype=fmt,
+        tile_size=16 if fmt == "int8" else None,
+    )  # fmt: skip
+    ops = mt.learn(recipe_of(rule, False, True))
+    out, want = (jax.vjp(f, *operands)[1] for f in (
+        functools.partial(ops.einsum, term), functools.partial(jnp.einsum, term)
+    ))  # fmt: skip
+    g = jax.random.normal(key, [sizes[x] for x in term.split("->")[1]])
+    for got, exact in zip(out(g), want(g)):
+        assert jnp.linalg.norm(got - exact) < 0.25 * jnp.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", ["qwix_int8", "deepseek_fp8", "aqt_int8"])
+def test_an_empty_batch_has_an_empty_product_and_no_gradient(name, batch):
+    _, w, _ = batch
+    x, ops = jnp.zeros((0, 256)), mt.learn(mt.recipe(name))
+    out, vjp = jax.vjp(ops.dot, x, w)
+    dx, dw = vjp(out)
+    assert (out.shape, dx.shape, out.dtype) == ((0, 48), (0, 256), w.dtype)
+    np.testing.assert_array_equal(dw, jnp.zeros_like(w))

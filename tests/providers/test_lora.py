@@ -737,3 +737,71 @@ def test_a_transposed_weight(qtype, jit):
     alone = np.asarray(params["w"]) if qtype is None else None
     if alone is not None:
         assert not np.allclose(out, x @ alone.T, atol=1e-2)
+
+
+class Body(nn.Module):
+    """A Linen module whose body is any function of (x, w)."""
+
+    fn: object
+    shape: tuple = (8, 4)
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn(x, self.param("w", nn.initializers.normal(1.0), self.shape))
+
+
+X = jax.random.normal(jax.random.key(3), (3, 8))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 4), (3, 2, 8, 4)], ids=str)
+def test_codes_with_batch_axes_have_the_adapters_of_floats(shape):
+    model, x = Body(jnp.matmul, shape), X[:2, None]
+    adapters = {}
+    for qtype in (None, "int8"):
+        provider = LoraProvider(rank=2, alpha=2.0, weight_qtype=qtype)
+        lora = apply_lora_to_model(model, provider)
+        params = lora.init(jax.random.key(0), x)["params"]
+        assert lora.apply({"params": params}, x).shape == (*shape[:-3], 2, 1, 4)
+        adapters[qtype] = jax.tree.map(jnp.shape, lora_params(params))
+    assert adapters[None] == adapters["int8"]
+
+
+def test_an_einsum_of_one_operand_is_no_product():
+    model = apply_lora_to_model(
+        Body(lambda x, w: x @ jnp.einsum("ij->ji", w).T),
+        LoraProvider(rank=2, alpha=2.0),
+    )
+    model.init(jax.random.key(0), X)
+
+
+def test_an_adapter_that_could_not_leave_a_jit_is_refused():
+    model = Body(lambda x, w: jax.jit(jnp.dot)(x, w))
+    lora = apply_lora_to_model(model, LoraProvider(rank=2, alpha=2.0))
+    with pytest.raises(ValueError, match="'': w is multiplied by inside a jax.jit"):
+        lora.init(jax.random.key(0), X)
+
+
+def test_groups_that_do_not_divide_the_rank_are_refused():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Conv(8, (3,), feature_group_count=4, name="conv")(x)
+
+    lora = apply_lora_to_model(Net(), LoraProvider(rank=2, alpha=2.0))
+    with pytest.raises(ValueError, match="'conv': a convolution of 4 groups .* rank=4"):
+        lora.init(jax.random.key(0), jnp.ones((1, 5, 8)))
+
+
+def test_merging_a_table_that_is_looked_up_warns():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            table = nn.Embed(8, 4, name="table")
+            return table.attend(table(ids))
+
+    provider = LoraProvider(rank=2, alpha=2.0)
+    params = apply_lora_to_model(Tied(), provider).init(
+        jax.random.key(0), jnp.arange(3)
+    )
+    with pytest.warns(UserWarning, match="table/embedding: adapters correct"):
+        merge_lora(params, provider)

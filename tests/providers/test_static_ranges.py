@@ -98,3 +98,44 @@ def test_explain_of_linen_takes_variables_for_data():
     )
     shares = explain(data=data, variables=variables | seen).clipped
     assert shares == {"dot_general0_lhs": 0.5}
+
+
+class Wrapped(nn.Module):
+    """Multiplies inside a transform of JAX's own."""
+
+    transform: object
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (x.shape[-1], 4))
+        return self.transform(lambda x: x @ w)(x)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
+def test_a_range_that_could_not_leave_a_transform_is_refused(transform):
+    rule = mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    model = mt.quantize_model(Wrapped(transform), mt.QtProvider([rule]))
+    with pytest.raises(ValueError, match="'': dot_general0 runs inside a jax.jit"):
+        model.init(jax.random.key(0), jnp.ones((3, 8)))
+
+
+@pytest.mark.parametrize("how", [True, "max", "ema,0.9", "percentile,99"])
+def test_ranges_of_layers_in_a_scan_become_scales(how):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(8)(x)), None
+
+    axes = {"params": 0, "quant_stats": 0}
+    scan = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=3)
+    rule = mt.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=how)
+    model = mt.quantize_model(scan(), mt.QtProvider([rule]))
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    state = model.init(jax.random.key(1), x, None)
+    for factor in (1, 2):
+        state |= model.apply(state, factor * x, None, mutable="quant_stats")[1]
+    served, variables = mt.quantize_variables(
+        scan(), mt.PtqProvider([rule]), state, x, None
+    )
+    trained = model.apply(state, x, None)[0]
+    np.testing.assert_allclose(served.apply(variables, x, None)[0], trained, rtol=1e-6)

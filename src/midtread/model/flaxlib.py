@@ -330,9 +330,9 @@ def add(module: nnx.Module, name: str, value: Any) -> None:
     except flax.errors.TraceContextError:
         raise ValueError(
             f"{path_of(module)!r}: {name} is to be kept beside a weight that is multiplied by "
-            "inside a jax.jit (or scan, or checkpoint) of the model's own, where a module "
-            "cannot change. Use nnx.jit and its like there, and pass the module, or leave "
-            "the layer out with a rule before: mt.QtRule(module_path=...)."
+            "inside a jax.jit (or vmap, scan or checkpoint) of the model's own, where a "
+            "module cannot change. Use nnx.jit and its like there, and pass the module, or "
+            "leave the layer out with a rule before: mt.QtRule(module_path=...)."
         ) from None
 
 

@@ -176,6 +176,7 @@ def install() -> None:
         pl.kernel = _opaque(pl.kernel)
         _originals.update(originals)
         _catch_refusals()
+        _leave_rules_alone()
 
 
 def swapped(name: str, fn: Any) -> Callable[[], None]:
@@ -280,6 +281,12 @@ def _guarded_code(*args, _midtread, **kwargs):
     return guard(original, *args, **kwargs)
 
 
+def _untouched_code(*args, _midtread, **kwargs):
+    """The code of functions inside which nothing is intercepted."""
+    disable, original = _midtread
+    return disable(original)(*args, **kwargs)
+
+
 def _without_jit(jitted: Any) -> Callable:
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
@@ -331,6 +338,36 @@ def _catch_refusals() -> None:
         fn = getattr(module, name, None)
         if isinstance(fn, types.FunctionType) and not fn.__closure__:
             _give_code(fn, _guarded_code.__code__, guard)
+
+
+# The primitives whose rules multiply: JAX's own contractions, and its linear algebra.
+_MULTIPLYING = frozenset({
+    "dot_general", "ragged_dot_general", "conv_general_dilated", "cholesky",
+    "cholesky_update", "eig", "eigh", "geqrf", "householder_product", "lu", "ormqr", "qr",
+    "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal_solve",
+})  # fmt: skip
+
+
+def _leave_rules_alone() -> None:
+    """Switches interception off in the rules by which JAX differentiates, transposes and batches
+    a primitive. They multiply by the functions that are caught, and run while the model does
+    if it maps a jit, scan or checkpoint of its own, which was intercepted when it was traced,
+    or if a gradient is taken around it: what a rule multiplies is no matmul of the model's.
+    Solvers transpose a product that they are given, and a custom_vjp has no transpose. The
+    tables of rules are private."""
+    from jax._src.interpreters import ad, batching
+
+    for table in (
+        ad.primitive_jvps,
+        ad.primitive_transposes,
+        batching.fancy_primitive_batchers,
+    ):
+        for primitive, rule in list(table.items()):
+            if primitive.name in _MULTIPLYING:
+                table[primitive] = running.disable_interceptions(rule)
+    solve = inspect.unwrap(lax.custom_linear_solve)
+    if isinstance(solve, types.FunctionType) and not solve.__closure__:
+        _give_code(solve, _untouched_code.__code__, running.disable_interceptions)
 
 
 def _operator(name: str, original: Callable) -> Callable:

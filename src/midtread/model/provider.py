@@ -348,6 +348,10 @@ class QuantizationProvider:
             return f"ops there: {', '.join(sorted(there))}"
         if there:
             return f"ops there go by name only: write op_names={tuple(sorted(there))}"
+        if not self._paths:
+            return (
+                "no op that a rule is about was run: no matmul, convolution or look-up"
+            )
         kinds: dict[str, str] = {}  # with numbers left out -> the first such path
         for path in self._paths:
             kinds.setdefault(re.sub(r"(?<![^/])\d+(?![^/])", "#", path), path)

@@ -24,10 +24,12 @@ from typing import Any
 import jax.extend
 from flax import linen as nn
 
+from midtread.model.caught import CONTRACTIONS
 from midtread.ops import witness
 from midtread.ops.context import Key, here, keyed
 
 _numbers = itertools.count(1)
+LOCATED = frozenset(CONTRACTIONS) | {"take", "getitem"}  # ops whose errors say where
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,7 +45,7 @@ class Call:
     handlers: dict[str, Callable] = dataclasses.field(default_factory=dict)
     model: Any = None  # that was called; None if only functions were wrapped
     entry: Any = None  # the trace it was called in
-    state: Any = dataclasses.field(default_factory=lambda: _trace_state())
+    state: Any = dataclasses.field(default_factory=lambda: trace_state())
     trace_here: Callable[[], Any] = lambda: None  # the trace that jit would keep
     is_enabled: bool = True
     counters: dict[int, tuple[Any, collections.Counter]] = dataclasses.field(
@@ -65,7 +67,7 @@ def keep_no_trace(provider: Any) -> None:
     provider._cache_number = next(_numbers)
 
 
-def _trace_state() -> Any:
+def trace_state() -> Any:
     """Returns something that is equal in one and the same trace."""
     return jax.extend.core.get_opaque_trace_state(convention="flax")
 
@@ -95,7 +97,7 @@ def _note_trace(call: Call) -> None:
     own arrays, so that no other model's may be the same; nor this one's, which jit is
     about to keep under the number they share."""
     provider = call.provider
-    if provider.traces_inside or _trace_state() == call.state:
+    if provider.traces_inside or trace_state() == call.state:
         return
     if call.trace_here() is not call.entry:  # not so for vmap and grad alone
         provider.traces_inside = True
@@ -263,11 +265,25 @@ def offer(name: str, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 with keyed(_key()):
                     out = witness.handle(name, call.handlers[name], args, kwargs)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                _say_where(error, name)
+                raise
             finally:
                 call.is_enabled = True
             if out is not NotImplemented:
                 return out
     return NotImplemented
+
+
+def _say_where(error: Exception, name: str) -> None:
+    """Has the message of an error begin with the module and the op that it is about, unless it
+    names the module already."""
+    path, arguments = repr(current_path()), error.args
+    is_plain = type(error) in (ValueError, TypeError, NotImplementedError)
+    if not is_plain or name not in LOCATED or len(arguments) != 1:
+        return
+    if path not in str(arguments[0]):
+        error.args = (f"{path}, {name}: {arguments[0]}",)
 
 
 def any_enabled() -> bool:

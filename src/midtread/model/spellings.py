@@ -11,7 +11,6 @@ that they sum over, which the column `numbers` of the table in caught.py gives.
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from midtread.model.caught import OPS
@@ -46,6 +45,38 @@ def multiply_boxes(name: str, args: tuple, kwargs: dict) -> Any:
     """Multiplies boxes, which the function of JAX's called `name` would refuse."""
     spelled = as_dot_general(name, *args, **kwargs)
     if spelled is None:
-        return jnp.einsum("...ij,...jk->...ik", *args, **kwargs)
+        return _matmul(*args, **kwargs)
     arguments, options = spelled
     return lax.dot_general(*arguments, **options)
+
+
+def _matmul(a: Any, b: Any, **options) -> Any:
+    """Multiplies as jnp.matmul does where b has batch axes, by the dot_general that jnp.matmul
+    makes of it: a rule, its static scales and adapters are the same for float and for codes."""
+    a_matrix, b_matrix = a.ndim > 1, b.ndim > 1
+    fronts = a.shape[:-2], b.shape[:-2]
+    count = max(map(len, fronts))
+    batch, alone, absent = [], ([], []), ([], [])
+    for i in range(count):
+        axes = [i - (count - len(front)) for front in fronts]
+        sizes = [f[axis] if axis >= 0 else None for f, axis in zip(fronts, axes)]
+        are_one = [size == 1 and None not in sizes for size in sizes]
+        for side in (0, 1):
+            if are_one[side]:
+                absent[side].append(axes[side])
+        if all(are_one):
+            continue
+        if None in sizes or any(are_one):
+            alone[are_one[0] or sizes[0] is None].append(i)
+        else:
+            batch.append(i)
+    a, b = (lax.squeeze(x, gone) if gone else x for x, gone in zip((a, b), absent))
+    order = [sorted([*batch, *alone[side]]) for side in (0, 1)]
+    paired = [[order[side].index(i) for i in batch] for side in (0, 1)]
+    summed = (a.ndim - 1,), (b.ndim - 1 - b_matrix,)
+    out = lax.dot_general(a, b, (summed, tuple(map(tuple, paired))), **options)
+    last = [*[count] * a_matrix], [*[count + 1] * b_matrix]
+    come = [*batch, *alone[0], *last[0], *alone[1], *last[1]]
+    out = lax.transpose(out, sorted(range(len(come)), key=come.__getitem__))
+    both = [i for i in range(count) if i not in come]
+    return lax.expand_dims(out, both) if both else out

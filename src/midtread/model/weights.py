@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from flax import linen as nn
 from flax import nnx
 
 from midtread.model import flaxlib, intercept, running
@@ -190,6 +191,19 @@ def origin_is_hidden(x: Any, params: Mapping[str, Any]) -> bool:
         return False
     traces = [running.entry_trace(), *map(intercept.trace_of, params.values())]
     return not any(intercept.trace_of(x) is trace for trace in traces)
+
+
+def is_left_behind(module: Any, x: Any) -> bool:
+    """Whether `x` was computed in a jit, scan or vmap that a Linen module began by itself. What
+    the module kept of it would outlive the trace that it belongs to."""
+    scope = module.scope if isinstance(module, nn.Module) else None
+    if scope is None or scope.trace_level == running.trace_state():
+        return False
+    if next(intercept.mapped(x), None) is not None:
+        return True
+    params = flaxlib.params_of(module).values()
+    known = [None, running.entry_trace(), *map(intercept.trace_of, params)]
+    return all(intercept.trace_of(x) is not trace for trace in known)
 
 
 def is_argument(module: Any, weight: Any) -> bool:

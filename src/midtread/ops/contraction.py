@@ -94,6 +94,12 @@ class Contraction:
                 tiles[axis] = tile
                 continue
             axes = [labels.index(x) for x in self._tiled_labels(axis, side, spec)]
+            if not axes and not spec.format.tile:
+                continue  # An axis that is not there has extent 1, which is one tile.
+            if not labels:
+                return None  # A number is no tile: it stays as it is.
+            # A format that comes in tiles has those of the last axis then.
+            axes = axes or [len(labels) - 1]
             own, each = place_tile(tile, axes, shape, bool(spec.format.tile))
             tiles |= own
             channelwise += each
@@ -123,7 +129,7 @@ class Contraction:
             candidates = list(self.summed[:1])  # the same one on both sides
         elif axis == "summed" and last in self.looped:
             candidates = [x for x in self.rhs if x in self.looped]
-        if not candidates:
+        if not candidates and not self.can_tile:
             raise ValueError(
                 f"{self.name} has no {axis!r} axis to tile on its {side}, but {spec.format.name} "
                 f"asks for tiles {spec.tiles}. Drop the tile size for one scale per output "

@@ -98,6 +98,8 @@ def train_inline(
 
 
 def _train_by(once, c, recipe, lhs, rhs, ranges, key, site) -> jax.Array:
+    if 0 in (*lhs.shape, *rhs.shape):  # There is no value to quantize: no range either.
+        recipe, ranges = Recipe(Fwd(accumulate=recipe.fwd.accumulate)), None
     if recipe.sparsity is not None and not isinstance(rhs, QArray):
         rhs = recipe.sparsity.apply(rhs)
     # Layers that look alike share one trace, gradient included. Only where there is noise

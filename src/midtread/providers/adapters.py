@@ -10,6 +10,7 @@ NNX model.
 
 import json
 import math
+import warnings
 import zipfile
 from collections.abc import Sequence
 from typing import Any
@@ -110,6 +111,9 @@ def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -
     Returns:
         A tree or model without adapters.
 
+    Warns:
+        UserWarning: A weight with adapters is also a table that is looked up.
+
     Raises:
         ValueError: `requantize` where no weight with adapters is quantized, or a provider
             that has not run this model.
@@ -120,6 +124,14 @@ def merge_lora(tree: Any, provider: LoraProvider, *, requantize: bool = False) -
         delta = factors.delta(flaxlib.unbox(flat[a]), flaxlib.unbox(flat[b]))
         any_boxed |= isinstance(box, WithAux)
         changes |= {path: _plus(box, delta, requantize), a: None, b: None}
+    tables = [_key(p) for p, _, _ in _pairs(flat) if _key(p) in provider._looked_up]
+    if tables:
+        warnings.warn(
+            f"{', '.join(tables)}: adapters correct what it is multiplied by, not its rows that "
+            "are looked up, and the merged table does both. Serve it with the adapters beside "
+            "it, or leave it out with module_path when training.",
+            stacklevel=2,
+        )
     if requantize and not any_boxed:
         raise ValueError("requantize=True, but no weight with adapters is quantized.")
     out = _changed(tree, changes)

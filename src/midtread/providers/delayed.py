@@ -178,8 +178,9 @@ class DelayedFp8Provider(QtProvider):
             ("lhs", lhs, recipe.fwd.lhs),
             ("rhs", rhs, recipe.fwd.rhs),
         ):
-            if not is_float(x) or spec.method == "fixed":
-                after[side] = state[side]  # it is no float, or its scale is a constant
+            if not is_float(x) or spec.method == "fixed" or 0 in x.shape:
+                # It is no float, its scale is a constant, or it has no values.
+                after[side] = state[side]
                 continue
             meta, seen = jax.lax.stop_gradient((state[side], largest(x, spec)))
             after[side] = advance(meta, seen, forward, margin)

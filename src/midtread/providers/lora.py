@@ -40,6 +40,7 @@ from midtread.model.weights import (
     ADAPTERS,
     codes_in,
     is_argument,
+    is_left_behind,
     origin_is_hidden,
     turn_of,
 )
@@ -139,6 +140,9 @@ class LoraProvider(PtqProvider):
         rules = [fields] if rules is None else rules
         super().__init__(rules, disable_jit=disable_jit, strict=strict)
         self._factors: dict[str, Factors] = {}  # by the weight's path
+        self._looked_up: dict[
+            str, bool
+        ] = {}  # the paths of tables of which rows were taken
         self._plan: dict | None = None  # adapters to make, while a model is prepared
         self._method = "__call__"
 
@@ -195,10 +199,11 @@ class LoraProvider(PtqProvider):
             terms, output, arrays = einsum_.parse(subscripts, operands)
             if len(arrays) == 2:  # einsum(x, [0, 1], w, [1, 2], [0, 2])
                 return self.einsum(f"{','.join(terms)}->{output}", *arrays, **kwargs)
-            if any(self._find("einsum", x) for x in arrays):
+            if len(arrays) > 2 and any(self._find("einsum", x) for x in arrays):
                 raise ValueError(
                     f"{self._here()}: adapters need an einsum of two operands, not "
-                    f"{subscripts!r}. Split it, or leave it out with module_path or op_names."
+                    f"'{','.join(terms)}->{output}'. Split it, or leave it out with module_path "
+                    "or op_names."
                 )
             return base(subscripts, *operands, **kwargs)
         lhs, rhs = operands
@@ -229,6 +234,14 @@ class LoraProvider(PtqProvider):
 
         return self._correct(out, lhs, match, factors, by_factors, by_weight)
 
+    def take(self, a, indices, axis=None, out=None, **options) -> jax.Array:
+        """Looks up rows as they are; `merge_lora` warns where the table has adapters."""
+        module = intercept.current_module()
+        weight = _weight_of(self, module, a)
+        if weight is not None:
+            self._looked_up[join(flaxlib.path_of(module), weight[0])] = True
+        return super().take(a, indices, axis, out, **options)
+
     def conv_general_dilated(self, lhs: Any, rhs: Any, *args, **kwargs) -> jax.Array:
         base = super().conv_general_dilated
         match = self._find("conv_general_dilated", rhs)
@@ -250,6 +263,12 @@ class LoraProvider(PtqProvider):
         labels = string.ascii_lowercase[: rhs.ndim]
         counts = ("feature_group_count", "batch_group_count")
         groups = math.prod(options.get(name, 1) for name in counts)
+        if match[0].rank % groups:
+            raise ValueError(
+                f"{self._here()}: a convolution of {groups} groups needs a rank that they "
+                f"divide, not {match[0].rank}. Write rank={groups} for it in a rule before, or "
+                "leave it out with module_path or op_names."
+            )
         factors = Factors.of(
             match[0], labels, rhs.shape, (*labels[:-1], "r"), ("r", labels[-1])
         )
@@ -372,6 +391,14 @@ class LoraProvider(PtqProvider):
         return adapter
 
     def _linen_adapter(self, module: nn.Module, name: str, make, base: Any) -> Any:
+        is_new = not module.has_variable("params", name)
+        if is_new and is_left_behind(module, jnp.full((), 0.0)):
+            raise ValueError(
+                f"{flaxlib.path_of(module)!r}: {make.weight} is multiplied by inside a jax.jit "
+                "(or scan, or checkpoint) of the model's own, or of JAX's (jnp.linalg.matmul, "
+                "jnp.vecdot), which no adapter made there can leave. Use nn.jit and its like, "
+                "or leave the layer out with module_path."
+            )
         try:
             return module.scope.param(name, lambda key: make(key, base))
         except flax.errors.ScopeParamNotFoundError:

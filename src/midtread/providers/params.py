@@ -147,12 +147,21 @@ def _static_scales(abstract: Any, quant_stats: Any) -> dict:
                 f"the quantized model has no static scale at {scale_path}."
             )
         scales = compute_scales(
-            statistic_of(stat).range(stat), target.how.format, target.how.scale_rule
+            _range_of(stat), target.how.format, target.how.scale_rule
         )
         out[scale_path] = target.replace(array=scales.scale)
         if scales.zero_point is not None:
             out[(*path[:-1], f"{path[-1]}_zero_point")] = scales.zero_point
     return out
+
+
+def _range_of(stat: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the range that a statistic stands for. That of layers under nn.scan or nn.vmap has
+    further axes in front, which its count has alone."""
+    read = statistic_of(stat).range
+    for _ in range(jnp.ndim(stat["count"])):
+        read = jax.vmap(read)
+    return read(stat)
 
 
 def _check_static_scales(abstract: Mapping, out: Mapping) -> None:

@@ -19,7 +19,7 @@ from midtread.model import caught, flaxlib, intercept, running
 from midtread.model.provider import QuantizationProvider, like_by_rules
 from midtread.model.quantize import abstract_call
 from midtread.model.rules import QtRule, QuantizationRule, field_names, recipe_of
-from midtread.model.weights import note_given
+from midtread.model.weights import is_left_behind, note_given
 from midtread.numerics.calibration import statistic
 from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
@@ -137,7 +137,7 @@ class QtProvider(QuantizationProvider):
     def _range(self, rule: QtRule, op_id: str, c, side: str, spec: Spec, x, weight):
         """Returns the range of an activation: that of earlier batches, or the current one until
         there are some. It is None for a weight, which is measured."""
-        if weight:
+        if weight or 0 in x.shape:
             return None
         module, name = intercept.current_module(), f"{op_id}_{side}"
         spec = c.number_axes(spec, side, x.shape)
@@ -145,6 +145,15 @@ class QtProvider(QuantizationProvider):
         seen = calibrate(jax.lax.stop_gradient(x), spec)
         over_batches = statistic(rule.act_static_scale)
         seen = over_batches.within(seen, axes)
+        if _is_written(module, name) and any(
+            is_left_behind(module, x) for x in jax.tree.leaves(seen)
+        ):
+            raise ValueError(
+                f"{flaxlib.path_of(module)!r}: {op_id} runs inside a jax.jit (or scan, vmap, "
+                "cond or checkpoint) of the model's own, which no range that it sees can "
+                "leave. Use Flax's transforms there (nn.scan, nn.vmap, nn.remat; nnx.scan ..), "
+                "or drop act_static_scale for this layer by a rule before."
+            )
         stat = flaxlib.variable(
             module, "quant_stats", name, lambda: over_batches.init(seen)
         )
@@ -176,3 +185,11 @@ class QtProvider(QuantizationProvider):
         flaxlib.set_on_all(model, **{flaxlib.RNGS: rngs})
         self.begin_call(model)
         self.add_state(model, after)
+
+
+def _is_written(module: Any, name: str) -> bool:
+    """Whether a call writes the statistics `name`, or makes them."""
+    if flaxlib.can_update(module):
+        return True
+    is_linen = isinstance(module, nn.Module)
+    return is_linen and not module.has_variable("quant_stats", name)
