@@ -266,7 +266,8 @@ def batches(rows: Rows | stream.Stream, config: Config) -> Any:
 
 
 def _by_workers(dataset: Any, config: Config) -> Any:
-    """Has the same batches made by worker processes, if the config asks for some."""
+    """Has batches made by worker processes, if the config asks for some: the same ones, but of
+    a stream, where each worker strings together its own share of the documents."""
     if not config.grain_worker_count:
         return dataset
     import grain
