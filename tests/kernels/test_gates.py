@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.kernels import pending
+from midtread.kernels import choose, pending
 from midtread.kernels.environment import implementation, pretended
 from midtread.kernels.gates import GATES, STRIP, unwoven, woven
 from tests.kernels import test_decoding as ptx
@@ -71,7 +71,9 @@ def test_a_kernel_gates_where_it_has_the_whole_sum(shape, is_gated, rows):
 @pytest.mark.parametrize(
     ("fmt", "tiles"), [("int8", {}), ("int4", {0: 64}), ("nf4", {0: 64})]
 )
-def test_interpreted(name, fmt, tiles):
+def test_interpreted(name, fmt, tiles, monkeypatch):
+    kernel = choose.FEW_ROWS[0]._replace(is_interpreted=True)
+    monkeypatch.setattr(choose, "WEIGHT", (kernel,))
     a, b = (random(i, 256, 256) for i in (1, 2))
     w = mt.quantize(woven(a, b), fmt, channelwise_axes=[1], tiled_axes=tiles)
     x = random(3, 5, 256)
