@@ -140,7 +140,7 @@ def test_batches_are_mixed_where_they_are_tokens():
     one = weight(batches, mix=True)
     np.testing.assert_array_equal(one, weight(batches, mix=True))  # no chance in it
     assert (one != weight(batches)).any()
-    with pytest.raises(ValueError, match=r"mix=True recombines inputs .* float32"):
+    with pytest.raises(ValueError, match=r"mix=True recombines inputs .*float32"):
         weight([jax.random.normal(jax.random.key(0), (40, 16))], Masked, mix=True)
     with pytest.raises(ValueError, match="recombines rows, and there is one"):
         weight([draw(0, rows=1)], mix=True)
