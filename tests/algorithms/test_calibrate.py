@@ -12,9 +12,7 @@ from flax import nnx
 import midtread as mt
 from midtread.algorithms import collect, correct, gptq, program, smooth, stages
 from midtread.algorithms.calibrate import CalibrationOptions, calibrate
-from midtread.algorithms.learn import LearnOptions
 from midtread.algorithms.resume import _described
-from midtread.algorithms.rotate import RotateOptions
 from midtread.algorithms.weight import Axes, over_inputs
 from midtread.numerics.spec import Spec
 
@@ -404,9 +402,6 @@ def test_options_out_of_range_are_refused(asked, message):
     [
         (["gptq"], {"correction": 0.7}, "correction=0.7 is an option of 'correct'"),
         (["gptq"], {"alpha": 0.7}, "alpha=0.7 is an option of 'smooth'"),
-        (["gptq"], {"learn": LearnOptions(steps=3)}, "is an option of 'learn'"),
-        (["gptq"], {"rotate": RotateOptions(kind="learned")}, "option of 'rotate'"),
-        (["clip"], {"gptq": gptq.GptqOptions(rounds=3)}, "is an option of 'gptq'"),
         (["gptq"], {"runs": 2}, "runs of outputs with gradients of their own"),
         (["round"], {"histograms": True}, r"\['round'\] look at none"),
         (["hqq"], {"weigh": "gradient"}, "weigh='gradient' is about a weight's inputs"),

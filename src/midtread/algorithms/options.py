@@ -38,14 +38,9 @@ ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("bias", "learn")
 LOOKS = ("correct", "smooth", "awq", "clip", "gptq", "bias")  # at a weight's inputs
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
-# Options that are about some algorithms alone, and these. "correct" takes GPTQ's damping.
-ABOUT = {
-    "correction": ("correct",),
-    "alpha": ("smooth",),
-    "rotate": ("rotate",),
-    "gptq": ("gptq", "correct"),
-    "learn": ("learn",),
-}
+# Numbers that one algorithm alone looks at. How others are done is said by records, which one
+# CalibrationOptions may hold for several calibrations.
+ABOUT = {"correction": "correct", "alpha": "smooth"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +172,9 @@ def check_options(options: CalibrationOptions, plan: Plan) -> None:
     names, usual = plan.names, CalibrationOptions()
     for field, about in ABOUT.items():
         value = getattr(options, field)
-        if value != getattr(usual, field) and not set(about) & set(names):
+        if value != getattr(usual, field) and about not in names:
             raise ValueError(
-                f"calibrate: {field}={value!r} is an option of {about[0]!r}, which is not among "
+                f"calibrate: {field}={value!r} is an option of {about!r}, which is not among "
                 f"algorithms={list(names)}: leave out the option, or add the algorithm."
             )
     if options.inputs == "float" and "correct" in plan.before:
