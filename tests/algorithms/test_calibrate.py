@@ -400,13 +400,15 @@ def test_options_out_of_range_are_refused(asked, message):
 @pytest.mark.parametrize(
     "algorithms, asked, message",
     [
+        (["gptq"], {"correction": 0.7}, "correction=0.7 is an option of 'correct'"),
+        (["gptq"], {"alpha": 0.7}, "alpha=0.7 is an option of 'smooth'"),
         (["gptq"], {"runs": 2}, "runs of outputs with gradients of their own"),
         (["round"], {"histograms": True}, r"\['round'\] look at none"),
         (["hqq"], {"weigh": "gradient"}, "weigh='gradient' is about a weight's inputs"),
         (["correct", "gptq"], {"inputs": "float"}, "inputs='float' have none"),
     ],
 )
-def test_options_that_contradict_algorithms_are_refused(algorithms, asked, message):
+def test_options_that_nothing_would_look_at_are_refused(algorithms, asked, message):
     options = CalibrationOptions(**asked)
     with pytest.raises(ValueError, match=message):
         calibrate(

@@ -106,6 +106,46 @@ def test_what_learns_nothing_stays_as_it_was():
     assert before == after
 
 
+class Words(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Embed(20, 16, rngs=nnx.Rngs(0))
+        self.deep = Deep()
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        return self.deep(jnp.cumsum(x, axis=1) / 3)
+
+
+def test_batches_are_mixed_where_they_are_tokens():
+    draw = lambda seed, rows=4: jax.random.randint(jax.random.key(seed), (rows, 9), 0, 20)  # fmt: skip
+    batches = [draw(seed) for seed in range(3)]
+    (rows,) = learn.mixed([batches[0]], [batches[1]], jax.random.key(3))
+    begins = (np.asarray(rows) == np.roll(batches[1], 1, axis=0)).all(0)
+    ends = (np.asarray(rows) == np.asarray(batches[0])).all(0)
+    at = int(ends.argmax())
+    assert 0 < at < 9 and begins[:at].all() and ends[at:].all()
+
+    rule = mt.QuantizationRule(module_path="deep/.*", weight_qtype="int3")
+
+    def weight(batches, model=Words, **fields):
+        options = LearnOptions(steps=30, **fields)
+        made = calibrate(
+            model(), mt.PtqProvider([rule]), batches, algorithms=["gptq", "learn"],
+            options=CalibrationOptions(learn=options),
+        )  # fmt: skip
+        before, after = made.report.distances
+        assert after < before
+        return np.asarray(dequantize(made.model.deep.layers[0].kernel.array))
+
+    one = weight(batches, mix=True)
+    np.testing.assert_array_equal(one, weight(batches, mix=True))  # no chance in it
+    assert (one != weight(batches)).any()
+    with pytest.raises(ValueError, match=r"mix=True recombines inputs .*float32"):
+        weight([jax.random.normal(jax.random.key(0), (40, 16))], Masked, mix=True)
+    with pytest.raises(ValueError, match="recombines rows, and there is one"):
+        weight([draw(0, rows=1)], mix=True)
+
+
 class Masked(nnx.Module):
     """Logits of which some can never happen."""
 

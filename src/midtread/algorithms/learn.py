@@ -19,6 +19,9 @@ gradients of different batches disagree, little moves.
 
 How far the outputs are from the float model's is one of DISTANCES. What is learned is fitted
 to the batches it is learned from: give it more of them than there are steps' worth of ideas.
+The float model has an answer to any input, so tokens need not be those of the batches: with
+`mix`, every step sees the beginning of some rows, up to a random position, and the end of
+others, and no row twice.
 """
 
 import dataclasses
@@ -49,6 +52,8 @@ class LearnOptions:
         distance: between the outputs and the float model's, by name: see DISTANCES.
         start: how much of the way from its code to the float weight, or to the border of the
             code's cell, a latent begins with. On the border it would cross on the first noise.
+        mix: of inputs that are integers [rows, tokens], every step sees the beginning of some
+            rows and the end of others, so that less is fitted to the batches as they are.
     """
 
     steps: int = 200
@@ -56,6 +61,7 @@ class LearnOptions:
     scale_rate: float = 0.001
     distance: str = "squares"
     start: float = 0.5
+    mix: bool = False
 
     def __post_init__(self):
         if self.distance not in DISTANCES:
@@ -268,6 +274,8 @@ def solve(
         Codes, and the distance over all batches before and after. Where that did not fall,
         the codes are those that were given.
     """
+    if options.mix:
+        _check_mix(batches)
     chain = Chain(program, params, users)
     own = dict(biases or {})
     apart = jax.jit(functools.partial(distance, options.distance))
@@ -303,6 +311,9 @@ def solve(
             key = jax.random.fold_in(jax.random.key(0), turn)
             order = jax.random.permutation(key, len(batches)).tolist()
         batch = batches[order[at]]
+        if options.mix:
+            other = batches[order[(at + 1) % len(batches)]]
+            batch = mixed(batch, other, jax.random.fold_in(jax.random.key(1), number))
         aim = wanted(batch)
         towards = lambda outs, aim=aim: far(outs, aim)
         now, slopes = chain.slopes(values, batch, own, towards)
@@ -330,6 +341,41 @@ def solve(
     for group, state, q in zip(groups, states, codes_of):
         learned.update(zip(group.numbers, _end(state, q)))
     return learned, (before, after)
+
+
+@jax.jit
+def mixed(batch: list[Any], other: list[Any], key: jax.Array) -> list[jax.Array]:
+    """Rows that begin as those of `other`, each as its neighbour there does, and from a random
+    position on are those of `batch`.
+
+    >>> rows = lambda first: [jnp.array([[first] * 3, [first + 1] * 3])]
+    >>> mixed(rows(1), rows(5), jax.random.key(0))[0].tolist()
+    [[6, 1, 1], [5, 2, 2]]
+    """
+    at = jax.random.randint(key, (), 1, batch[0].shape[1])
+
+    def one(x, y):
+        is_before = jnp.arange(x.shape[1]) < at
+        is_before = is_before.reshape(1, -1, *[1] * (x.ndim - 2))
+        return jnp.where(is_before, jnp.roll(y, 1, axis=0), x)
+
+    return [one(jnp.asarray(x), jnp.asarray(y)) for x, y in zip(batch, other)]
+
+
+def _check_mix(batches: Sequence[list[Any]]) -> None:
+    """Refuses inputs that are no tokens, or so few that there is nothing to mix."""
+    arrays = [x for x in batches[0] if x is not None]
+    are_tokens = all(
+        x.ndim >= 2 and jnp.issubdtype(x.dtype, jnp.integer) and x.shape[1] > 1
+        for x in arrays
+    )
+    if not are_tokens or len({x.shape[:2] for x in arrays}) != 1:
+        raise ValueError(
+            "learn: mix=True recombines inputs that are integers [rows, tokens], and these are "
+            f"{[(str(x.dtype), x.shape) for x in arrays]}: leave it out."
+        )
+    if len(batches) * arrays[0].shape[0] < 2:
+        raise ValueError("learn: mix=True recombines rows, and there is one: leave it out.")  # fmt: skip
 
 
 class _Group(NamedTuple):

@@ -38,14 +38,14 @@ ROUNDINGS = ("round", "clip", "hqq", "gptq")
 AFTER = ("bias", "learn")
 LOOKS = ("correct", "smooth", "awq", "clip", "gptq", "bias")  # at a weight's inputs
 BY_GRADIENT = ("gradient", "both")  # values of `weigh`
+# Numbers that one algorithm alone looks at. How others are done is said by records, which one
+# CalibrationOptions may hold for several calibrations.
+ABOUT = {"correction": "correct", "alpha": "smooth"}
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationOptions:
     """How `calibrate` goes about it.
-
-    What is said here of an algorithm counts where that is among `algorithms`, so one record
-    serves calls with different ones.
 
     Args:
         weigh: "attention", inputs as the next layer sees them where that is known: for
@@ -168,7 +168,15 @@ def plan(algorithms: Sequence[str]) -> Plan:
 
 
 def check_options(options: CalibrationOptions, plan: Plan) -> None:
-    """Refuses options that contradict the algorithms of a plan, or one another."""
+    """Refuses options that the algorithms of a plan would not look at."""
+    names, usual = plan.names, CalibrationOptions()
+    for field, about in ABOUT.items():
+        value = getattr(options, field)
+        if value != getattr(usual, field) and about not in names:
+            raise ValueError(
+                f"calibrate: {field}={value!r} is an option of {about!r}, which is not among "
+                f"algorithms={list(names)}: leave out the option, or add the algorithm."
+            )
     if options.inputs == "float" and "correct" in plan.before:
         raise ValueError(
             "correct makes up for errors in a layer's inputs, and inputs='float' have none: "
@@ -178,7 +186,7 @@ def check_options(options: CalibrationOptions, plan: Plan) -> None:
     looks += ["histograms=True"] * options.histograms
     if looks and not plan.needs_moments:
         raise ValueError(
-            f"calibrate: {looks[0]} is about a weight's inputs, and algorithms={list(plan.names)} "
+            f"calibrate: {looks[0]} is about a weight's inputs, and algorithms={list(names)} "
             "look at none: leave it out, or use clip or gptq."
         )
 

@@ -42,7 +42,7 @@ def calibrated(
             provider,
             inputs,
             algorithms=names,
-            options=LEARNING if "learn" in names else algorithms.CalibrationOptions(),
+            options=OPTIONS,
             folder=folder,
             progress=say,
         )
@@ -67,6 +67,6 @@ def _batches(config: Config, say: Callable[[str], None]) -> list[data.Batch]:
 
 INPUTS = ("inputs", "positions", "segments")
 # What is learned from outputs that are logits is their distribution.
-LEARNING = algorithms.CalibrationOptions(
+OPTIONS = algorithms.CalibrationOptions(
     learn=dataclasses.replace(learn.DEFAULT, distance="divergence")
 )
