@@ -184,7 +184,7 @@ def _follow_scopes() -> None:
 
 def _entered(name: str) -> contextlib.ExitStack | None:
     """Enters the scope `name` of the function that runs; None if something else runs."""
-    module = running.entered_module()
+    module = here.modules[-1] if here.modules else None
     if not isinstance(module, Scope) or name.startswith(witness.PREFIX):
         return None
     stack = contextlib.ExitStack()
