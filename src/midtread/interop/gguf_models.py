@@ -236,8 +236,8 @@ class GGUFModel:
             value = self._key(key)
             if value is None and key not in _MUST:
                 continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or value < (key == "attention.head_count"):
+            least = 1 if key == "attention.head_count" else 0
+            if type(value) not in (int, float) or not float(value) >= least:
                 raise layouts.refuse(
                     self.name, f"its key {self.model.name}.{key} is {value!r:.60}"
                 )

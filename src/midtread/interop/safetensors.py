@@ -159,8 +159,10 @@ def _umask() -> int:
 def replacing(path: str) -> Iterator[Any]:
     """Yields a file to write, which takes the place of `path` once it is whole."""
     folder = os.path.dirname(os.path.abspath(path))
-    name = {"prefix": f"{os.path.basename(path)}.", "suffix": ".partial"}
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False, **name) as file:
+    prefix = f"{os.path.basename(path)}."
+    with tempfile.NamedTemporaryFile(
+        dir=folder, prefix=prefix, suffix=".partial", delete=False
+    ) as file:
         try:
             yield file
             file.close()
