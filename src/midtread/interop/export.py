@@ -429,14 +429,8 @@ def nothing_left(remove: Callable[[], None]) -> Iterator[None]:
 
 def _scheme(fields: list) -> Any:
     """Returns a scheme again, from JSON."""
-    if len(fields) == len(Groups._fields) and isinstance(fields[0], int):
-        return Groups(*fields)
-    form, *items = fields
-    pairs = [
-        tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in part)
-        for part in items
-    ]
-    return compressed_tensors.Scheme(form, *pairs)
+    is_groups = isinstance(fields[0], int)
+    return Groups(*fields) if is_groups else compressed_tensors.Scheme(*fields)
 
 
 class _Work:
