@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import midtread as mt
-from midtread.interop import gguf, gguf_blocks
+from midtread.interop import gguf, gguf_blocks, gguf_models
 from midtread.numerics.qarray import QArray
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -102,6 +102,34 @@ def test_damage_is_named(file, tmp_path, change, message):
     path.write_bytes(change(pathlib.Path(file.path).read_bytes()))
     with pytest.raises(ValueError, match=message):
         gguf.GGUF(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("rope.dimension_count", "x", "rope.dimension_count is 'x'"),
+     ("attention.key_length", [1, 2], r"attention.key_length is \[1, 2\]"),
+     ("attention.head_count", 0, "attention.head_count is 0"),
+     ("token_embd.weight", (), r"token_embd.weight has shape \[\]"),
+     ("rope_freqs.weight", (), r"rope_freqs.weight has shape \[\]")],
+)  # fmt: skip
+def test_what_a_model_lacks_is_named(tmp_path, key, value, message):
+    keys = {"context_length": 8, "embedding_length": 4, "block_count": 1,
+            "feed_forward_length": 4, "attention.head_count": 2,
+            "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
+    kinds = {"token_embd.weight": ("F32", (8, 4))}
+    if isinstance(value, tuple):
+        kinds[key] = ("F32", value)
+    else:
+        keys[key] = value
+    metadata = {"general.architecture": "llama"}
+    metadata |= {f"llama.{name}": number for name, number in keys.items()}
+    data = gguf.header(metadata, kinds)
+    for kind, shape in kinds.values():
+        data += bytes(-(-gguf.nbytes(kind, shape) // 32) * 32)
+    path = tmp_path / "a.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        gguf_models.GGUFModel(path)
 
 
 WRITTEN = [name for name, block in gguf_blocks.BLOCKS.items() if block.encode]

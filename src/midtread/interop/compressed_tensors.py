@@ -29,17 +29,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from midtread.interop import layouts
-from midtread.interop.layouts import Arrays, Found, Weight
-from midtread.interop.mlx import exponents
+from midtread.interop.layouts import E4M3, Arrays, Found, Weight
 from midtread.numerics.formats import FORMATS
-from midtread.numerics.packing import pack_bits, unpack_bits
+from midtread.numerics.packing import pack_bits
 from midtread.numerics.qarray import QArray
 
-E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 PACKED = "pack-quantized"
 PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 FOUR_BITS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
@@ -326,22 +323,16 @@ def whole_blocks(
     return scale
 
 
-def e2m1(packed: np.ndarray) -> np.ndarray:
-    """Returns codes of four bits, two to a byte, the first in the low bits."""
-    return unpack_bits(packed, 4, packed.shape[-1] * 2).view(E2M1)
-
-
 def read_nvfp4(arrays: Arrays) -> QArray:
     """Reads a weight from its tensors: weight_packed, weight_scale, weight_global_scale."""
     scale = arrays["weight_scale"].astype(np.float32)
     scale = scale / arrays["weight_global_scale"].astype(np.float32).reshape(1, 1)
-    return QArray(e2m1(arrays["weight_packed"]), scale, None, "nvfp4")
+    return QArray(layouts.e2m1(arrays["weight_packed"]), scale, None, "nvfp4")
 
 
 def read_mxfp4(arrays: Arrays) -> QArray:
     """Reads a weight from its tensors: weight_packed, weight_scale."""
-    scale = arrays["weight_scale"].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    return QArray(e2m1(arrays["weight_packed"]), scale, None, "mxfp4")
+    return layouts.mxfp4(layouts.e2m1(arrays["weight_packed"]), arrays["weight_scale"])
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -352,13 +343,13 @@ class Scheme(NamedTuple):
 
     Args:
         format: of the table above.
-        weights: its arguments, as items of a dict.
-        activations: of the input's arguments, likewise; none for weights alone.
+        weights: its arguments, in JSON.
+        activations: the input's arguments, likewise; {} for weights alone.
     """
 
     format: str
-    weights: tuple[tuple[str, Any], ...]
-    activations: tuple[tuple[str, Any], ...] = ()
+    weights: str
+    activations: str = "{}"
 
 
 def write(
@@ -385,8 +376,8 @@ def write(
         kind = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
         scheme = Scheme(
             "float-quantized" if activations else "naive-quantized",
-            _items(kind | args),
-            _dynamic(8, "float", args) if activations else (),
+            json.dumps(kind | args),
+            _dynamic(8, "float", args) if activations else "{}",
         )
         codes = np.asarray(q.qvalue)
         return scheme, {"weight": codes, "weight_scale": scale}
@@ -415,8 +406,8 @@ def _write_integers(q: QArray, activations: bool, where: str):
     }
     scheme = Scheme(
         "int-quantized" if activations and bits == 8 else PACKED,
-        _items(kind | args),
-        _dynamic(8, "int", args) if activations else (),
+        json.dumps(kind | args),
+        _dynamic(8, "int", args) if activations else "{}",
     )
     codes = np.asarray(q.qvalue)
     if zero is not None:
@@ -471,17 +462,13 @@ def _whole(scale: np.ndarray, shape, tile) -> tuple[np.ndarray, tuple[int, int]]
     return np.ascontiguousarray(scale), tuple(tile)
 
 
-def _dynamic(bits: int, kind: str, args: Mapping[str, Any]) -> tuple:
+def _dynamic(bits: int, kind: str, args: Mapping[str, Any]) -> str:
     common = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True}
     if args["strategy"] == "block":
-        return _items(
+        return json.dumps(
             common | {"strategy": "group", "group_size": args["block_structure"][1]}
         )
-    return _items(common | {"strategy": "token"})
-
-
-def _items(args: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in args.items())
+    return json.dumps(common | {"strategy": "token"})
 
 
 def _write_four_bits(q: QArray, activations: bool, where: str):
@@ -495,8 +482,13 @@ def _write_four_bits(q: QArray, activations: bool, where: str):
     if name == "mxfp4":
         args |= {"strategy": "group", "scale_dtype": "torch.uint8", "zp_dtype": None}
         inputs = {**args, "dynamic": True} if activations else {}
-        tensors = {"weight_packed": packed, "weight_scale": exponents(scale, where)}
-        return Scheme("mxfp4-pack-quantized", _items(args), _items(inputs)), tensors
+        tensors = {
+            "weight_packed": packed,
+            "weight_scale": layouts.exponents(scale, where),
+        }
+        return Scheme(
+            "mxfp4-pack-quantized", json.dumps(args), json.dumps(inputs)
+        ), tensors
     if activations:
         raise layouts.refuse(
             where,
@@ -511,7 +503,7 @@ def _write_four_bits(q: QArray, activations: bool, where: str):
         "weight_scale": block,
         "weight_global_scale": whole,
     }
-    return Scheme("nvfp4-pack-quantized", _items(args)), tensors
+    return Scheme("nvfp4-pack-quantized", json.dumps(args)), tensors
 
 
 def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -541,13 +533,10 @@ def config(schemes: Mapping[str, Scheme], left: Sequence[str]) -> dict[str, Any]
     groups = {}
     for i, scheme in enumerate(order):
         names = [f"re:^{re.escape(m)}$" for m, s in schemes.items() if s == scheme]
-        plain = lambda items: {
-            k: list(v) if isinstance(v, tuple) else v for k, v in items
-        }
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(order) == 1 else names,
-            "weights": plain(scheme.weights),
-            "input_activations": plain(scheme.activations) or None,
+            "weights": json.loads(scheme.weights),
+            "input_activations": json.loads(scheme.activations) or None,
             "output_activations": None,
             "format": scheme.format,
         }

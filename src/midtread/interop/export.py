@@ -311,15 +311,17 @@ def export(
     """
     from midtread.interop import gguf_export
 
-    if format in gguf_export.KINDS:
-        return gguf_export.export(
-            source, path, format, group_size=group_size, skip=skip, config=config,
-            also=also, say=say,
-        )  # fmt: skip
-    target = target_of(format, group_size)
-    path = pathlib.Path(path)
+    path, about = pathlib.Path(path), {**(source.config if config is None else config)}
+    is_gguf = format in gguf_export.KINDS
+    if is_gguf and group_size is not None:
+        raise ValueError(
+            f"group_size={group_size}: blocks of {format} have a size of their own. Drop it."
+        )
+    target = None if is_gguf else target_of(format, group_size)
     if path.exists():
         raise ValueError(f"{path} is there already: choose another name.")
+    if target is None:
+        return gguf_export.write(source, path, format, skip, about, also, say)
     planned = plan(source, target, skip)
     for note in planned.notes:
         say(note)
@@ -335,7 +337,6 @@ def export(
     with nothing_left(lambda: shutil.rmtree(partial)):
         schemes = _write_files(source, target, planned, work, say)
     index = work.finish()
-    about = {**(source.config if config is None else config)}
     about.pop("quantization_config", None)
     about.pop("quantization", None)
     about |= config_of(target, schemes, left)
@@ -428,14 +429,8 @@ def nothing_left(remove: Callable[[], None]) -> Iterator[None]:
 
 def _scheme(fields: list) -> Any:
     """Returns a scheme again, from JSON."""
-    if len(fields) == len(Groups._fields) and isinstance(fields[0], int):
-        return Groups(*fields)
-    form, *items = fields
-    pairs = [
-        tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in part)
-        for part in items
-    ]
-    return compressed_tensors.Scheme(form, *pairs)
+    is_groups = isinstance(fields[0], int)
+    return Groups(*fields) if is_groups else compressed_tensors.Scheme(*fields)
 
 
 class _Work:

@@ -40,28 +40,20 @@ _FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14
 _TABLES = ("token_embd.weight", "output.weight")
 
 
-def export(
+def write(
     source: Any,
-    path: Any,
+    path: pathlib.Path,
     format: str,
-    *,
-    group_size: int | None = None,
-    skip: Sequence[str] = (),
-    config: Mapping[str, Any] | None = None,
-    also: Sequence[Any] = (),
-    say: Callable[[str], None] = lambda text: None,
+    skip: Sequence[str],
+    about: Mapping[str, Any],
+    also: Sequence[Any],
+    say: Callable[[str], None],
 ) -> pathlib.Path:
-    """Writes a model as a .gguf file; see `export.export` for the arguments."""
-    path, kind = pathlib.Path(path), KINDS[format]
-    if group_size is not None:
-        raise ValueError(
-            f"group_size={group_size}: blocks of {format} have a size of their own. Drop it."
-        )
+    """Writes a model as a .gguf file; see `export.export`, whose arguments these are. `about`
+    is its config.json."""
+    kind = KINDS[format]
     if path.suffix != ".gguf":
         raise ValueError(f"{path}: a file for llama.cpp is called something.gguf.")
-    if path.exists():
-        raise ValueError(f"{path} is there already: choose another name.")
-    about = dict(source.config if config is None else config)
     model = gguf_models.BY_TYPE.get(about.get("model_type", ""))
     if model is None:
         known = ", ".join(gguf_models.BY_TYPE)

@@ -148,6 +148,7 @@ CONFIG = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_TURNED = "rope.dimension_count"  # numbers of a head that the rotary embedding turns
 _MUST = ("context_length", "embedding_length", "block_count", "feed_forward_length",
          "attention.head_count", "attention.layer_norm_rms_epsilon")  # fmt: skip
 
@@ -231,9 +232,12 @@ class GGUFModel:
         return self.file.metadata.get(f"{self.model.name}.{key}")
 
     def _config(self) -> dict[str, Any]:
-        for key in _MUST:
+        for key in (*CONFIG, _TURNED):
             value = self._key(key)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if value is None and key not in _MUST:
+                continue
+            least = 1 if key == "attention.head_count" else 0
+            if type(value) not in (int, float) or not float(value) >= least:
                 raise layouts.refuse(
                     self.name, f"its key {self.model.name}.{key} is {value!r:.60}"
                 )
@@ -242,9 +246,7 @@ class GGUFModel:
             for k, v in CONFIG.items()
             if self._key(k) is not None
         }
-        if "token_embd.weight" not in self.file:
-            raise layouts.refuse(self.name, "it has no tensor token_embd.weight")
-        rows = self.file.tensors["token_embd.weight"].shape[0]
+        rows, _ = self._extents("token_embd.weight", 2)
         about: dict[str, Any] = {
             "model_type": self.model.model_type,
             "architectures": [self.model.class_name],
@@ -256,7 +258,7 @@ class GGUFModel:
         }
         for key, value in self.model.keys.items():
             about[key] = value(about) if callable(value) else value
-        turned = self._key("rope.dimension_count")
+        turned = self._key(_TURNED)
         if turned is not None and turned != head_dim(about):
             about["partial_rotary_factor"] = turned / head_dim(about)
         for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
@@ -265,6 +267,15 @@ class GGUFModel:
                 about[key] = number
         stretch = self._stretch(about)
         return {**about, **({"rope_scaling": stretch} if stretch else {})}
+
+    def _extents(self, tensor: str, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a tensor that must be there."""
+        if tensor not in self.file:
+            raise layouts.refuse(self.name, f"it has no tensor {tensor}")
+        shape = self.file.tensors[tensor].shape
+        if len(shape) != rank:
+            raise layouts.refuse(self.name, f"{tensor} has shape {list(shape)}")
+        return shape
 
     def kind(self, name: str) -> str:
         """Returns the file's name for how a tensor is stored."""
@@ -281,6 +292,7 @@ class GGUFModel:
             raise layouts.refuse(self.name, f"rope.scaling.type {kind!r} is not read")
         if "rope_freqs.weight" not in self.file:
             return None
+        self._extents("rope_freqs.weight", 1)
         factors = self.file.floats("rope_freqs.weight")
         for factor in (8.0, 32.0):
             given = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -267,7 +267,7 @@ def _check_groups(
 def _check_writable(q: QArray, where: str, whose: str, known: tuple[int, ...]) -> int:
     fmt = q.format
     if not layouts.is_signed(fmt, known):
-        names = ", ".join(map(layouts.integer, known))
+        names = ", ".join(f"int{bits}" for bits in known)
         raise layouts.refuse(
             where, f"{fmt.name} has no place in {whose}'s layout; {names} do"
         )

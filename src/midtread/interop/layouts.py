@@ -21,6 +21,7 @@ takes, and whoever imports such a folder is told so.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from midtread.numerics.formats import FORMATS, Format
@@ -90,12 +91,35 @@ def expect(where: str, name: str, got: Any, want: Any) -> None:
         raise refuse(where, f"its {name} is {got}, and should be {want}")
 
 
+# --- floats of four bits ---------------------------------------------------------------------
+
+E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+def e2m1(packed: np.ndarray) -> np.ndarray:
+    """Returns codes of four bits, two to a byte, the first in the low bits."""
+    return unpack_bits(packed, 4, packed.shape[-1] * 2).view(E2M1)
+
+
+def mxfp4(codes: np.ndarray, exponents: np.ndarray) -> QArray:
+    """Returns a QArray of e2m1 codes under biased exponents in uint8."""
+    scale = exponents.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return QArray(codes, scale, None, "mxfp4")
+
+
+def exponents(scale: np.ndarray, where: str) -> np.ndarray:
+    """Powers of two as biased exponents in uint8.
+
+    Raises:
+        ValueError: a scale is no power of two.
+    """
+    raw = scale.astype(ml_dtypes.float8_e8m0fnu)
+    if not np.array_equal(raw.astype(np.float32), scale):
+        raise refuse(where, "its scales are not powers of two")
+    return raw.view(np.uint8)
+
+
 # --- integers --------------------------------------------------------------------------------
-
-
-def integer(bits: int) -> str:
-    """Returns the format of signed codes of so many bits."""
-    return f"int{bits}"
 
 
 def is_signed(fmt: Format, bits: Any) -> bool:
@@ -144,7 +168,7 @@ def integers(codes, scale, zero_point, bits: int) -> QArray:
     """Returns a QArray of signed codes; a zero point that is 0 everywhere is left out."""
     if zero_point is not None and not np.any(zero_point.astype(np.float32)):
         zero_point = None
-    return QArray(codes, scale, zero_point, FORMATS[integer(bits)].qtype)
+    return QArray(codes, scale, zero_point, FORMATS[f"int{bits}"].qtype)
 
 
 def affine(raw, scale, offset, bits: int) -> QArray:

@@ -14,12 +14,10 @@ has the bias -2^(bits - 1) * scale, which is exact: files of ours read by MLX ar
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from midtread.interop import layouts
 from midtread.interop.layouts import Arrays, Found, Weight
-from midtread.numerics.formats import FORMATS
 from midtread.numerics.qarray import QArray
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -81,9 +79,7 @@ def read_mxfp4(arrays: Arrays) -> QArray:
     """Reads a weight from e2m1 codes and exponents."""
     scales = arrays["scales"]
     raw = layouts.unpack_words(arrays["weight"], 4, scales.shape[-1] * 32)
-    codes = raw.view(ml_dtypes.float4_e2m1fn)
-    scale = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    return QArray(codes, scale, None, FORMATS["mxfp4"].qtype)
+    return layouts.mxfp4(raw.view(layouts.E2M1), scales)
 
 
 def write(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
@@ -97,7 +93,7 @@ def write(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
     if q.format.name == "mxfp4":
         return {
             "weight": layouts.pack_words(codes.view(np.uint8), 4).view(np.uint32),
-            "scales": exponents(np.asarray(q.scale, np.float32), where),
+            "scales": layouts.exponents(np.asarray(q.scale, np.float32), where),
         }
     fmt = q.format
     if not layouts.is_signed(fmt, BITS):
@@ -118,18 +114,6 @@ def write(q: QArray, where: str = "a weight") -> dict[str, np.ndarray]:
         "scales": scale,
         "biases": bias.astype(scale.dtype),
     }
-
-
-def exponents(scale: np.ndarray, where: str) -> np.ndarray:
-    """Powers of two as biased exponents in uint8.
-
-    Raises:
-        ValueError: a scale is no power of two.
-    """
-    raw = scale.astype(ml_dtypes.float8_e8m0fnu)
-    if not np.array_equal(raw.astype(np.float32), scale):
-        raise layouts.refuse(where, "its scales are not powers of two")
-    return raw.view(np.uint8)
 
 
 def config(bits: int, size: int) -> dict[str, Any]:

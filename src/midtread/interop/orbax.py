@@ -52,7 +52,7 @@ def _orbax():
 def save(path: Any, tree: Any, *, rules: Any = None) -> None:
     """Writes a tree of arrays and QArrays to a new directory; every process calls it.
 
-    >>> import tempfile
+    >>> import os, tempfile
     >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
     >>> save(folder, {"scale": jnp.ones(3)})
     >>> load(folder)["scale"].tolist()
@@ -137,7 +137,7 @@ def load(path: Any, target: Any = None) -> Any:
 
     Without a target: nested dicts with QArrays (and WithAux boxes) in them, on one device.
 
-    >>> import tempfile
+    >>> import os, tempfile
     >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
     >>> save(folder, {"scale": jnp.ones(3)})
     >>> load(folder, {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)})["scale"].shape
@@ -217,7 +217,7 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
 def read_manifest(path: Any) -> dict[str, Any]:
     """Returns what a checkpoint says of itself; no array is read.
 
-    >>> import tempfile
+    >>> import os, tempfile
     >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
     >>> save(folder, {"scale": jnp.ones(3)})
     >>> list(read_manifest(folder)["entries"])
@@ -250,7 +250,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
 def read_rules(path: Any) -> list[Any]:
     """Returns the rules that a checkpoint was saved with.
 
-    >>> import tempfile
+    >>> import os, tempfile
     >>> from midtread.model.rules import QuantizationRule
     >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
     >>> rules = [QuantizationRule(weight_qtype="int4")]
@@ -273,7 +273,7 @@ def read_rules(path: Any) -> list[Any]:
 def load_float(path: Any, target: Any) -> Any:
     """Reads a float checkpoint that orbax wrote into a float, QAT or QT model's variables.
 
-    >>> import tempfile
+    >>> import os, tempfile
     >>> folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
     >>> save(folder, {"scale": jnp.ones(3)})
     >>> load_float(folder, {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)})["scale"].shape

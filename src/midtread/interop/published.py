@@ -10,13 +10,11 @@ gpt-oss    quant_method "mxfp4": of all experts together, `x_blocks` u8 [experts
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from midtread.interop import layouts
-from midtread.interop.compressed_tensors import E4M3, whole_blocks
-from midtread.interop.layouts import Arrays, Found, Weight
-from midtread.numerics.packing import unpack_bits
+from midtread.interop.compressed_tensors import whole_blocks
+from midtread.interop.layouts import E4M3, Arrays, Found, Weight
 from midtread.numerics.qarray import QArray
 
 _INVERSE = "_scale_inv"
@@ -89,7 +87,5 @@ def find_mxfp4(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Found:
 def read_mxfp4(arrays: Arrays) -> QArray:
     """Reads all experts [experts, in, out] from blocks and scales."""
     blocks, scales = arrays["blocks"], arrays["scales"]
-    codes = unpack_bits(blocks, 4, 32).reshape(*blocks.shape[:2], -1)
-    scale = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    codes = codes.view(ml_dtypes.float4_e2m1fn)
-    return QArray(codes, scale, None, "mxfp4").swapaxes(-1, -2)
+    codes = layouts.e2m1(blocks).reshape(*blocks.shape[:2], -1)
+    return layouts.mxfp4(codes, scales).swapaxes(-1, -2)

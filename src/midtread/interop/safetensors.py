@@ -157,10 +157,28 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[Any]:
-    """Yields a file to write, which takes the place of `path` once it is whole."""
+    """Opens a file to write bytes to, which takes the place of `path` once it is whole.
+
+    Where writing stops with an error, what was there stays, and nothing beside it.
+
+    >>> file = os.path.join(tempfile.mkdtemp(), "a")
+    >>> with replacing(file) as new:
+    ...     new.write(b"whole")
+    5
+    >>> os.listdir(os.path.dirname(file))
+    ['a']
+
+    Args:
+        path: the file.
+
+    Returns:
+        The file, open, for a `with` statement.
+    """
     folder = os.path.dirname(os.path.abspath(path))
-    name = {"prefix": f"{os.path.basename(path)}.", "suffix": ".partial"}
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False, **name) as file:
+    prefix = f"{os.path.basename(path)}."
+    with tempfile.NamedTemporaryFile(
+        dir=folder, prefix=prefix, suffix=".partial", delete=False
+    ) as file:
         try:
             yield file
             file.close()

@@ -27,8 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from midtread.interop import layouts
-from midtread.interop.compressed_tensors import E4M3, e2m1
-from midtread.interop.layouts import Arrays, Found, Weight
+from midtread.interop.layouts import E4M3, Arrays, Found, Weight, e2m1
 from midtread.numerics.formats import FORMATS
 from midtread.numerics.packing import unpack_bits
 from midtread.numerics.qarray import QArray
@@ -182,7 +181,7 @@ _ACTIVATIONS = {
 def read_integers(arrays: Arrays, data: Mapping, where: str) -> QArray:
     """Reads an Int8Tensor or IntxUnpackedToInt8Tensor: qdata, scale and perhaps zero_point."""
     target = _value(data.get("target_dtype", "int8"))
-    if target not in [layouts.integer(bits) for bits in range(2, 9)]:
+    if target not in [f"int{bits}" for bits in range(2, 9)]:
         raise layouts.refuse(where, f"codes of {target!r} are not read")
     fmt, codes = FORMATS[target], arrays["qdata"]
     half = 1 << (fmt.bits - 1)

@@ -46,7 +46,7 @@ def _rest(state: State) -> dict[str, Any]:
     """Returns everything but the weights, by names that do not depend on the model."""
     others = {
         "step": state.step,
-        "learned": [v for v in _others(state.learned)],
+        "learned": _others(state.learned),
         "kept": jax.tree.leaves(state.kept),
         "masks": state.masks,
         "optimizer": jax.tree.leaves(state.optimizer),
@@ -323,15 +323,18 @@ def _published(path: str, folder: pathlib.Path, weights: nnx.State) -> nnx.State
     """Reads the weights of a Hugging Face folder, one array after the other."""
     published = huggingface.arrays(folder, _stacked_as(path, weights))
     weights = jax.tree.map(lambda x: x, weights)
-    pure = flax.traverse_util.flatten_dict(nnx.to_pure_dict(weights), sep="/")
-    placed = {}
-    for name, like in pure.items():
-        where = getattr(like, "sharding", None) or _here()
-        placed[name] = jax.device_put(as_floats(published[name], like.dtype), where)
-    nnx.replace_by_pure_dict(
-        weights, flax.traverse_util.unflatten_dict(placed, sep="/")
-    )
+    nnx.replace_by_pure_dict(weights, _placed(published, nnx.to_pure_dict(weights)))
     return weights
+
+
+def _placed(published: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays of a Hugging Face folder in the dtypes, and on the devices, of those
+    wanted."""
+    flat = flax.traverse_util.flatten_dict(wanted, sep="/")
+    for name, like in flat.items():
+        where = getattr(like, "sharding", None) or _here()
+        flat[name] = jax.device_put(as_floats(published[name], like.dtype), where)
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
 def _stacked_as(path: str, weights: nnx.State) -> Model:
@@ -353,11 +356,7 @@ def read(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     if folder := huggingface.folder_in(path):
         published = huggingface.arrays(folder, section(config_of(path), Model))
-        flat = flax.traverse_util.flatten_dict(wanted, sep="/")
-        put = lambda k, v: jax.device_put(as_floats(published[k], v.dtype))
-        got = {k: put(k, v) for k, v in flat.items()}
-        return flax.traverse_util.unflatten_dict(got, sep="/")
-
+        return _placed(published, wanted)
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder, _ = locate(path)
     arguments = ocp.checkpoint_utils.construct_restore_args(wanted)

@@ -74,12 +74,15 @@ class CalibrationProvider(QuantizationProvider):
     """
 
     rule_type: type = QuantizationRule
+    suffix = ""
 
     def get_rule_type(self) -> type:
         return self.rule_type
 
     def get_stats_suffix(self) -> str:
-        raise NotImplementedError
+        if not self.suffix:
+            raise NotImplementedError
+        return self.suffix
 
     def compute_stats(self, lhs: jax.Array) -> dict[str, jax.Array]:
         raise NotImplementedError
@@ -133,29 +136,23 @@ SinglePassCalibrationProvider = CalibrationProvider
 
 
 class GptqCalibrationProvider(CalibrationProvider):
-    rule_type = GptqRule
+    rule_type, suffix = GptqRule, "_gptq"
     honours = field_names(GptqRule)
 
     def compute_stats(self, lhs: jax.Array) -> dict[str, jax.Array]:
         return {"hessian": lhs @ lhs.T}
 
-    def get_stats_suffix(self) -> str:
-        return "_gptq"
-
 
 class AwqCalibrationProvider(CalibrationProvider):
-    rule_type = AwqRule
+    rule_type, suffix = AwqRule, "_awq"
     honours = field_names(AwqRule)
 
     def compute_stats(self, lhs: jax.Array) -> dict[str, jax.Array]:
         return {"act_scale": jnp.mean(jnp.abs(lhs), axis=1)}
 
-    def get_stats_suffix(self) -> str:
-        return "_awq"
-
 
 class SqCalibrationProvider(CalibrationProvider):
-    rule_type = SqRule
+    rule_type, suffix = SqRule, "_sq"
     honours = field_names(SqRule)
 
     def compute_stats(self, lhs: jax.Array) -> dict[str, jax.Array]:
@@ -165,9 +162,6 @@ class SqCalibrationProvider(CalibrationProvider):
             x, w = as_format(rule.act_qtype).bound, as_format(rule.weight_qtype).bound
             factors *= x**rule.alpha / w ** (1 - rule.alpha)
         return {"sq_scale": 1 / factors, "inv_sq_scale": factors}
-
-    def get_stats_suffix(self) -> str:
-        return "_sq"
 
 
 def _calibrated(
