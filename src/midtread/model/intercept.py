@@ -323,6 +323,10 @@ def _catch_refusals() -> None:
 
     from midtread.model import guards
 
+    rule = guards.refuse_transposition
+    ad.primitive_transposes.setdefault(
+        jax.extend.core.primitives.custom_vjp_call_p, rule
+    )
     for module, name, guard in (
         (ad, "raise_custom_vjp_error_on_jvp", guards.refuse_forward_mode),
         (api, "_check_input_dtype_revderiv", guards.refuse_gradient_of_codes),
