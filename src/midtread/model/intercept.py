@@ -276,6 +276,7 @@ def _untouched_code(*args, _midtread, **kwargs):
 
 def _without_jit(jitted: Any) -> Callable:
     name = jitted.__name__
+    plain = spellings.vecdot if name == "vecdot" else jitted.__wrapped__
 
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
@@ -283,7 +284,7 @@ def _without_jit(jitted: Any) -> Callable:
             return jitted(*args, **kwargs)
         if OPS[name].numbers and any(map(is_boxed, args)):
             return spellings.multiply_boxes(name, args, kwargs)
-        return jitted.__wrapped__(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     return with_methods_of(jitted, wrapper)
 
