@@ -102,3 +102,34 @@ def test_a_thing_of_another_kind_is_named(mistake, words):
 
 def test_a_provider_shows_its_rules():
     assert "weight_qtype='int8'" in repr(mt.PtqProvider([INT8]))
+
+
+@jax.custom_jvp
+def squashed(x, w):
+    return jnp.tanh(x @ w)
+
+
+@squashed.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = jnp.tanh(x @ w)
+    return y, (1 - y**2) * (dx @ w + x @ dw)
+
+
+def test_a_quantized_matmul_in_the_rule_of_a_custom_jvp_is_refused():
+    def gradient(fn):
+        int8 = mt.QtRule(weight_qtype="int8", act_qtype="int8")
+        model = mt.quantize_function(
+            lambda w, x: jnp.sum(fn(x, w)), mt.QtProvider([int8])
+        )
+        return jax.grad(model)(jnp.ones((8, 4)), jnp.ones((2, 8)))
+
+    with pytest.raises(NotImplementedError, match="write that as a jax.custom_vjp"):
+        gradient(squashed)
+    with pytest.warns(UserWarning, match="matched nothing"):
+        assert gradient(mt.disable_interceptions(squashed)).shape == (8, 4)
+    f = jax.custom_vjp(lambda x: 2 * x)  # one of somebody else's
+    f.defvjp(lambda x: (f(x), None), lambda _, g: (2 * g,))
+    with pytest.raises(NotImplementedError, match="not implemented") as error:
+        jax.linear_transpose(f, 1.0)(1.0)
+    assert "quantized" not in str(error.value)

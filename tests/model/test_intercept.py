@@ -494,3 +494,12 @@ def test_a_model_without_matmuls_says_so():
     model = mt.quantize_model(Wrap(lambda x, w: x * w[:4]), mt.QtProvider([INT8]))
     with pytest.warns(UserWarning, match="no op that a rule is about was run"):
         model.init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_vecdot_is_one_matmul(axis):
+    provider = Seen()
+    model = Wrap(lambda x, w: jnp.vecdot(x, w[:4], axis=axis))
+    out = mt.quantize_model(model, provider).apply({"params": {"w": W}}, X)
+    np.testing.assert_allclose(out, jnp.vecdot(X, W[:4], axis=axis), atol=0.1)
+    assert len(provider.calls) == 1

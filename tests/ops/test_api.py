@@ -276,3 +276,13 @@ def test_the_operator(key):
     np.testing.assert_allclose(jnp.stack([x, x]) @ stacked, wanted, rtol=1e-6)
     with pytest.raises(ValueError, match="no axis for @"):
         jnp.float32(1) @ q
+
+
+def test_equal_terms_of_one_letter_are_two_terms(key):
+    # Python has one object for each string of one letter.
+    x, y = jax.random.normal(key, (2, 64))
+    ops = mt.learn(mt.recipe("qwix_int8"))
+    for term in ("k,k->", "k,k", "k,k->k"):
+        want = jnp.einsum(term, x, y)
+        np.testing.assert_allclose(mt.einsum(term, x, y), want, rtol=1e-5)
+        np.testing.assert_allclose(ops.einsum(term, x, y), want, atol=0.3)

@@ -755,7 +755,7 @@ X = jax.random.normal(jax.random.key(3), (3, 8))
 
 @pytest.mark.parametrize("shape", [(2, 8, 4), (3, 2, 8, 4)], ids=str)
 def test_codes_with_batch_axes_have_the_adapters_of_floats(shape):
-    model, x = Body(jnp.matmul, shape), X[:2, None]
+    model, x = Body(lambda x, w: x @ w, shape), X[:2, None]
     adapters = {}
     for qtype in (None, "int8"):
         provider = LoraProvider(rank=2, alpha=2.0, weight_qtype=qtype)

@@ -139,3 +139,22 @@ def test_ranges_of_layers_in_a_scan_become_scales(how):
     )
     trained = model.apply(state, x, None)[0]
     np.testing.assert_allclose(served.apply(variables, x, None)[0], trained, rtol=1e-6)
+
+
+def test_a_weight_that_is_multiplied_by_twice_is_no_activation():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.normal(), (8, 8))
+            return jnp.tanh(x @ w) @ w
+
+    model = mt.quantize_model(Twice(), mt.QtProvider(rules(True)))
+    state = model.init(jax.random.key(0), BATCHES[0])
+    state |= model.apply(state, BATCHES[0], mutable="quant_stats")[1]
+    served, variables = mt.quantize_variables(
+        Twice(), mt.PtqProvider(rules(True)), state, BATCHES[0]
+    )
+    scales = {"dot_general0_lhs_scale", "dot_general1_lhs_scale"}
+    assert variables["params"].keys() == {"w"} | scales
+    trained = model.apply(state, BATCHES[0])
+    np.testing.assert_allclose(served.apply(variables, BATCHES[0]), trained, rtol=1e-6)

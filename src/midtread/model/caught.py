@@ -46,6 +46,7 @@ OPS = {
     "matmul": Op("jax.numpy.matmul", BEHIND_JIT, _ROWS_BY_COLUMNS),
     "inner": Op("jax.numpy.inner", BEHIND_JIT, lambda a, b: (((a - 1,), (b - 1,)), ((), ()))),
     "vdot": Op("jax.numpy.vdot", BEHIND_JIT),
+    "vecdot": Op("jax.numpy.vecdot", BEHIND_JIT),
     "convolve": Op("jax.numpy.convolve", BEHIND_JIT),
     "take": Op("jax.numpy.take", LOOK_UP),
     "asarray": Op("jax.numpy.asarray", CAST),

@@ -126,6 +126,7 @@ class Scope:
         # A provider looks up a name on a module in order to store something there.
         if name.startswith("__"):
             raise AttributeError(name)
+        name = name.partition("~")[0]  # a leaf's name, and how deep it was wrapped
         raise ValueError(
             f"{'/'.join(self._path)!r}: the provider wants to keep {name!r} in the "
             "model, but a plain function has no place for it. Weights for serving: "

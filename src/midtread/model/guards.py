@@ -8,6 +8,7 @@ before those of JAX and Flax, and speak of quantized models where one is meant:
     nnx.Optimizer(model)    with codes among what it would train: by `install`
     jax.grad                of codes: `refuse_gradient_of_codes`, by model/intercept.py
     jax.jvp, jax.jacfwd     of a quantized matmul: `refuse_forward_mode`, by the same
+    jax.custom_jvp          whose rule has a quantized matmul: `refuse_transposition`, by the same
 """
 
 import functools
@@ -57,10 +58,31 @@ def _variables(tree: Any) -> list[nnx.Variable]:
 
 def refuse_forward_mode(original: Callable, *args, **kwargs):
     """Stands before the function with which JAX refuses the forward mode of a custom_vjp."""
-    source = getattr(kwargs.get("bwd"), "debug_info", None)
-    if source is not None and training.__file__ in source.func_src_info:
+    if _is_ours(kwargs):
         raise TypeError(training.NO_FORWARD_MODE)
     return original(*args, **kwargs)
+
+
+def refuse_transposition(cotangents: Any, *args, **kwargs):
+    """The rule by which JAX transposes a custom_vjp: it has none."""
+    del cotangents, args
+    message = (
+        "Transpose rule (for reverse-mode differentiation) for 'custom_vjp_call' not "
+        "implemented"
+    )
+    if _is_ours(kwargs):
+        message += (
+            ". A quantized matmul is one: if it stands in the rule of a jax.custom_jvp, or in a "
+            "function that is transposed (jax.linear_transpose), write that as a "
+            "jax.custom_vjp, or wrap it in mt.disable_interceptions, and it stays in float"
+        )
+    raise NotImplementedError(f"{message}.")
+
+
+def _is_ours(params: Any) -> bool:
+    """Whether these are the parameters of a custom_vjp of the engine's."""
+    source = getattr(params.get("bwd"), "debug_info", None)
+    return source is not None and training.__file__ in source.func_src_info
 
 
 def refuse_gradient_of_codes(original: Callable, *args, **kwargs):

@@ -288,9 +288,12 @@ def _untouched_code(*args, _midtread, **kwargs):
 
 
 def _without_jit(jitted: Any) -> Callable:
+    name = jitted.__name__
+    plain = spellings.vecdot if name == "vecdot" else jitted.__wrapped__
+
     @functools.wraps(jitted)
     def wrapper(*args, **kwargs):
-        run = jitted.__wrapped__ if running.any_enabled() else jitted
+        run = plain if running.any_enabled() else jitted
         return run(*args, **kwargs)
 
     return with_methods_of(jitted, wrapper)
@@ -331,6 +334,10 @@ def _catch_refusals() -> None:
 
     from midtread.model import guards
 
+    rule = guards.refuse_transposition
+    ad.primitive_transposes.setdefault(
+        jax.extend.core.primitives.custom_vjp_call_p, rule
+    )
     for module, name, guard in (
         (ad, "raise_custom_vjp_error_on_jvp", guards.refuse_forward_mode),
         (api, "_check_input_dtype_revderiv", guards.refuse_gradient_of_codes),

@@ -11,6 +11,7 @@ that they sum over, which the column `numbers` of the table in caught.py gives.
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from midtread.model.caught import OPS
@@ -39,6 +40,17 @@ def _tensordot_numbers(a, b, *rest, axes):
     else:
         lhs, rhs = ((x,) if isinstance(x, int) else tuple(x) for x in axes)
     return (tuple(i % a.ndim for i in lhs), tuple(i % b.ndim for i in rhs)), ((), ())
+
+
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, **options) -> Any:
+    """Multiplies as jnp.vecdot does, by jnp.matmul. JAX's own maps a jit over single vectors,
+    where a weight is not known any more."""
+    if axis != -1:
+        x1, x2 = (jnp.moveaxis(x, axis, -1) for x in (x1, x2))
+    if not hasattr(x1, "array") and jnp.iscomplexobj(x1):
+        x1 = jnp.conj(x1)
+    out = jnp.matmul(jnp.expand_dims(x1, -2), jnp.expand_dims(x2, -1), **options)
+    return jnp.squeeze(out, (-2, -1))
 
 
 def multiply_boxes(name: str, args: tuple, kwargs: dict) -> Any:

@@ -109,9 +109,12 @@ def einsum(
             del terms[i], operands[i]
         last = not terms
         needed = set(output).union(*terms)
+        # Equal terms of one letter are one object, so that only their places tell them apart.
+        others = [
+            [u for j, (u, _) in enumerate(chosen) if j != i] for i in range(len(chosen))
+        ]
         chosen = [
-            _presum(t, x, needed.union(*[u for u, _ in chosen if u is not t]))
-            for t, x in chosen
+            _presum(t, x, needed.union(*rest)) for (t, x), rest in zip(chosen, others)
         ]
         if len(chosen) == 1:
             term, out = chosen[0]

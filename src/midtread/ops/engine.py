@@ -248,7 +248,9 @@ def tile_counts(c: Contraction, lhs: Operand, rhs: Operand) -> dict[str, int] | 
                 if counts.setdefault(label, count) != count:
                     raise ValueError(
                         f"Contracting axes must be tiled with the same tile size: {c.name} "
-                        f"meets tiles of {extent // count} and of {extent // counts[label]}."
+                        f"meets tiles of {extent // count} and of {extent // counts[label]}. "
+                        "A weight that is multiplied by along two of its axes has tiles along "
+                        "one: leave out tile_size or act_qtype there."
                     )
     return counts
 

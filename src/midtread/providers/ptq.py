@@ -306,6 +306,10 @@ class PtqProvider(QuantizationProvider):
         ):
             with contextlib.suppress(flax.errors.TraceContextError):
                 flaxlib.replace_param(module, name, box)
+                # The layer may hold the float array still, and multiply by it again.
+                opened = running.call_of(self).notes.setdefault("opened", {})
+                array = intercept.unwrap(flaxlib.unbox(param))
+                opened[id(array)] = array, box
                 return
         self._later.append((outer, name, shape, box.how))
 
