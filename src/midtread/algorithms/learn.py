@@ -348,9 +348,9 @@ def mixed(batch: list[Any], other: list[Any], key: jax.Array) -> list[jax.Array]
     """Rows that begin as those of `other`, each as its neighbour there does, and from a random
     position on are those of `batch`.
 
-    >>> rows = lambda first: [jnp.array([[first] * 3, [first + 1] * 3])]
+    >>> rows = lambda first: [jnp.array([[first] * 2, [first + 1] * 2])]
     >>> mixed(rows(1), rows(5), jax.random.key(0))[0].tolist()
-    [[6, 1, 1], [5, 2, 2]]
+    [[6, 1], [5, 2]]
     """
     at = jax.random.randint(key, (), 1, batch[0].shape[1])
 
