@@ -1,7 +1,9 @@
 """Platforms: what kind of device a computation is being traced for, and how arrays lie there."""
 
+from typing import Any
+
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 # The platform of a device that is not there and is only pretended
 # (kernels/environment.py). It is part of jit's cache key.
@@ -20,9 +22,12 @@ def platform() -> str:
 
 def is_explicit(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether an array is laid out over mesh axes that are part of its type."""
-    for x in arrays:
-        if isinstance(x, jax.ShapeDtypeStruct):  # a shape has no layout
-            continue
-        if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
-            return True
-    return False
+    return any(explicit_sharding(x) is not None for x in arrays)
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """Returns the sharding of an array where it is part of its type, else None."""
+    if not isinstance(x, jax.Array):  # NumPy's, and a shape, have no layout
+        return None
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

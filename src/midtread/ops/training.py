@@ -30,7 +30,7 @@ from midtread.kernels.environment import Env, here
 from midtread.numerics import calibration, hadamard, views
 from midtread.numerics.calibration import Range
 from midtread.numerics.dtypes import is_wide
-from midtread.numerics.platforms import is_explicit
+from midtread.numerics.platforms import explicit_sharding
 from midtread.numerics.qarray import QArray, calibrate, is_float
 from midtread.numerics.spec import Spec
 from midtread.ops import witness
@@ -285,7 +285,7 @@ class _Way(NamedTuple):
 def _way(c, side, gemm, mine, theirs, g, noise) -> _Way:
     back = dataclasses.replace(
         c.dlhs if side == "lhs" else c.drhs,
-        out_sharding=_explicit_sharding(mine.value),
+        out_sharding=explicit_sharding(codes_of(mine.value)),
         stored=(),
     )
     y, factor, spec = theirs.value, None, back.number_axes(gemm.g, side, g.shape)
@@ -334,12 +334,6 @@ def _gradient(way: _Way, g: Operand, noise, env: Env) -> jax.Array:
         )
     pair = (g, y) if way.side == "lhs" else (y, g)
     return _finish(contract(way.back, *pair, way.gemm.accumulate, env), way.mine)
-
-
-def _explicit_sharding(x: Operand):
-    """Returns the sharding the gradient must have, where shardings are part of the type."""
-    codes = codes_of(x)
-    return jax.typeof(codes).sharding if is_explicit(codes) else None
 
 
 def _fold(c: Contraction, side: str, g: jax.Array, y: Operand):

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from midtread.numerics import formats, rounding, views
+from midtread.numerics.platforms import explicit_sharding
 from midtread.numerics.qarray import QArray, dequantize
 
 SMALL = 4096
@@ -101,7 +102,7 @@ def zeros(moment: Moment | None, path: str, p: Any, is_wide: Callable) -> Any:
 def _zeros_beside(p: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns zeros that lie on a mesh as the parameter does, as far as it divides them."""
     is_traced = isinstance(p, jax.core.Tracer)
-    where = _explicit_sharding(p) if is_traced else getattr(p, "sharding", None)
+    where = explicit_sharding(p) if is_traced else getattr(p, "sharding", None)
     if not isinstance(where, NamedSharding):
         return jnp.zeros(shape, dtype)
     return jnp.zeros(shape, dtype, device=views.part_sharding(where, shape))
@@ -158,17 +159,10 @@ def _codes(like: QArray, moment: Moment, x: jax.Array, bits: jax.Array):
     return codes.reshape(x.shape), scale.reshape(like.scale.shape)
 
 
-def _explicit_sharding(x: Any) -> NamedSharding | None:
-    """Returns the sharding of an array where it is part of its type, else None."""
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    is_part = AxisType.Explicit in getattr(sharding and sharding.mesh, "axis_types", ())
-    return sharding if is_part else None
-
-
 def _left_to_xla(run: Callable, like: Any, *args: Any) -> Any:
     """Returns `run(*args)`, which lies on a mesh as `like` does. Where shardings are part of
     types, XLA chooses those of what is in between: tiles may straddle shards."""
-    lie = [_explicit_sharding(x) for x in jax.tree.leaves(like)]
+    lie = [explicit_sharding(x) for x in jax.tree.leaves(like)]
     if None in lie:
         return run(*args)
     specs = jax.tree.unflatten(jax.tree.structure(like), [s.spec for s in lie])
