@@ -22,7 +22,10 @@ def platform() -> str:
 
 def is_explicit(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether an array is laid out over mesh axes that are part of its type."""
-    return any(explicit_sharding(x) is not None for x in arrays)
+    for x in arrays:
+        if explicit_sharding(x) is not None:
+            return True
+    return False
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
