@@ -188,7 +188,7 @@ def auto_round(model, form: str, chunks, device, **options):
     batches = [{"input_ids": c[None], "attention_mask": c[None] * 0 + 1} for c in chunks]  # fmt: skip
     model, _ = AutoRound(
         model, tokenizer(), scheme=scheme, dataset=batches, nsamples=len(chunks), seqlen=512,
-        batch_size=8, device_map=device, amp=False, **changed, **options,
+        batch_size=8, device_map=device, **{"amp": False, **changed, **options},
     ).quantize()  # fmt: skip
     return model
 
