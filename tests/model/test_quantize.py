@@ -312,6 +312,26 @@ def test_preferred_element_type_is_honoured():
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("qtype", ["int8", "mxfp8"])
+def test_a_served_layer_promotes_as_in_float(kind, qtype):
+    """The weights are quantized in float32, and the layer computes in bfloat16."""
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype=qtype)])
+    x = jax.random.normal(jax.random.key(0), (4, 32))
+    if kind == "linen":
+        dense = nn.Dense(8, dtype=jnp.bfloat16)
+        variables = dense.init(jax.random.key(0), x)
+        served, codes = mt.quantize_variables(dense, provider, variables, x)
+        expected, out = dense.apply(variables, x), served.apply(codes, x)
+    else:
+        dense = nnx.Linear(32, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        expected, served = dense(x), mt.quantize_model(dense, provider, x)
+        out = served(x)
+    assert out.dtype == expected.dtype == jnp.bfloat16
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    np.testing.assert_allclose(out, expected, atol=0.02 if qtype == "int8" else 0.1)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_stacked_layers_are_quantized_one_by_one(kind):
     provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8", tile_size=4)])
     if kind == "linen":

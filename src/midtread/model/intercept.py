@@ -33,7 +33,7 @@ from flax import linen as nn
 from jax import lax
 from jax.experimental import pallas as pl
 
-from midtread.model import running, spellings
+from midtread.model import flaxlib, running, spellings
 from midtread.model.caught import (
     BEHIND_JIT,
     CAST,
@@ -105,11 +105,10 @@ def _cast(name: str, args: tuple, kwargs: dict) -> Any:
     # jnp.asarray may be given its array by name.
     sources = args[0] if name == "promote_dtype_nnx" else args or (kwargs.get("a"),)
     if name in _PROMOTIONS:
-        floats = [None if is_boxed(x) else x for x in sources]
-        if share_a_dtype(floats, **kwargs):
-            return _PROMOTIONS[name](sources)
         if any(map(is_boxed, sources)):
-            return _PROMOTIONS[name](_beside_boxes(name, sources, floats, kwargs))
+            return _PROMOTIONS[name](_beside_boxes(name, sources, kwargs))
+        if share_a_dtype(sources, **kwargs):
+            return _PROMOTIONS[name](sources)
     elif any(map(is_boxed, sources)):
         return noted(_originals[name](*args, **kwargs), sources)
     here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
@@ -120,14 +119,24 @@ def _cast(name: str, args: tuple, kwargs: dict) -> Any:
     return noted(out, sources)
 
 
-def _beside_boxes(name: str, sources: Sequence, floats: list, kwargs: dict) -> list:
-    """Promotes the arrays that a layer has beside boxes, which stay as they are; a box alone, a
-    table to be looked up, gets the dtype that is asked for."""
-    if len(sources) == 1:
-        dtype = kwargs.get("dtype")
+def _beside_boxes(name: str, sources: Sequence, kwargs: dict) -> list:
+    """Promotes boxes, and the arrays that a layer has beside them. Boxes stay as they are where
+    no dtype is asked for."""
+    dtype = kwargs.get("dtype")
+    if len(sources) == 1:  # a table to be looked up
         return [x if dtype is None else x.astype(dtype) for x in sources]
+    floats = [None if is_boxed(x) else x for x in sources]
     plain = _cast(name, (floats,) if name == "promote_dtype_nnx" else floats, kwargs)
-    return [p if x is f else x for x, f, p in zip(sources, floats, plain)]
+    return [_promoted(x, dtype) if is_boxed(x) else p for x, p in zip(sources, plain)]
+
+
+def _promoted(box: Any, dtype: Any) -> Any:
+    """Gives a box the dtype that its product shall have. Scales of 8 bits stay, because they
+    widen no product."""
+    if dtype is None or box.dtype == dtype:
+        return box
+    codes = flaxlib.unbox(getattr(box, "array", box))
+    return box.astype(dtype) if is_wide(codes.scale.dtype) else box
 
 
 def share_a_dtype(arrays: Sequence[Any], dtype: Any = None, **options: Any) -> bool:
