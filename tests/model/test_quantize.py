@@ -1,5 +1,6 @@
 """quantize_model: paths, op ids, weights, life cycles and errors."""
 
+import pickle
 import warnings
 
 import jax
@@ -309,6 +310,16 @@ def test_preferred_element_type_is_honoured():
         model = mt.quantize_model(Wide(), provider([mt.QuantizationRule(**INT8)]))
         out = model.apply(model.init(jax.random.key(0), x), x)
         assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("provider", [mt.QtProvider, mt.PtqProvider])
+def test_a_linen_model_can_be_pickled(provider):
+    model = mt.quantize_model(LinenNet(), provider([mt.QtRule(**INT8)]))
+    variables = model.init(jax.random.key(0), X)
+    again = pickle.loads(pickle.dumps(model))
+    out = again.apply(variables, X)
+    np.testing.assert_array_equal(out, model.apply(variables, X))
+    assert type(pickle.loads(pickle.dumps(again))).__name__ == "LinenNet"
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

@@ -32,14 +32,28 @@ from midtread.ops.context import here
 def adopt_linen(model: nn.Module, provider: Any, methods) -> nn.Module:
     """Copies a Linen module; the copy runs `methods` under the provider."""
     cls = getattr(type(model), "_unquantized_type", type(model))
+    model = model.copy()
+    adopted = _linen_class(cls, provider, tuple(methods))
+    object.__setattr__(model, "__class__", adopted)
+    return model
+
+
+def _linen_class(cls: type, provider: Any, methods: tuple[str, ...]) -> type:
+    """Makes a subclass of a Linen module's class, which runs `methods` under the provider."""
     fields: dict[str, Any] = {"_unquantized_type": cls, "_provider": provider}
     for name in methods:
         if not hasattr(cls, name):
             raise ValueError(f"{cls.__name__} has no method {name!r} to quantize.")
         fields[name] = _linen_method(cls, name, provider)
-    model = model.copy()
-    object.__setattr__(model, "__class__", type(cls.__name__, (cls,), fields))
-    return model
+    # Pickle finds classes by their names, under which there is none of those made here.
+    parts = lambda self: (_unpickled, (cls, provider, methods), self.__getstate__())
+    fields["__reduce__"] = nn.nowrap(parts)
+    return type(cls.__name__, (cls,), fields)
+
+
+def _unpickled(*adopted: Any) -> nn.Module:
+    """Makes an empty module, which pickle fills."""
+    return object.__new__(_linen_class(*adopted))
 
 
 def _linen_method(cls: type, name: str, provider: Any) -> Callable:
