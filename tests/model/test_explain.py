@@ -140,6 +140,31 @@ def test_reasons_and_odd_places():
     ]
 
 
+LINALG = {
+    "matmul": lambda x, w: jnp.linalg.matmul(x, w),
+    "tensordot": lambda x, w: jnp.linalg.tensordot(x, w, axes=1),
+    "multi_dot": lambda x, w: jnp.linalg.multi_dot([x, w]),
+    "vecdot": lambda x, w: jnp.linalg.vecdot(x[:, None], w.T),
+}
+
+
+@pytest.mark.parametrize("multiply", LINALG.values(), ids=LINALG)
+def test_linear_algebra_multiplies_codes(multiply):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return multiply(x, self.param("w", nn.initializers.normal(), (8, 8)))
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    provider = mt.PtqProvider([mt.QuantizationRule(weight_qtype="int8")])
+    (row,) = mt.explain(Layer(), provider, x).rows
+    assert row.fwd == ("f32", "int8") and not row.reason
+    variables = Layer().init(jax.random.key(0), x)
+    served, codes = mt.quantize_variables(Layer(), provider, variables, x)
+    exact = multiply(x, mt.dequantize(codes["params"]["w"].array))
+    np.testing.assert_allclose(served.apply(codes, x), exact, rtol=1e-5)
+
+
 def test_providers_of_all_kinds():
     class Own(mt.QtProvider):
         def dot_general(self, *args, **kwargs):

@@ -177,6 +177,9 @@ def install() -> None:
             originals[name] = _swap_code(name, inspect.unwrap(_function(spelling)))
         for name in JITTED:
             setattr(jnp, name, _without_jit(getattr(jnp, name)))
+        for name in ("matmul", "vecdot"):  # that of linalg has its own copy of the jit
+            others = getattr(jnp.linalg, name), getattr(jnp, name)
+            setattr(jnp.linalg, name, _while_running(*others))
         concrete, tracers = array_classes()
         eager.install(concrete)
         _catch_operators(concrete)
@@ -299,13 +302,18 @@ def _untouched_code(*args, _midtread, **kwargs):
 def _without_jit(jitted: Any) -> Callable:
     name = jitted.__name__
     plain = spellings.vecdot if name == "vecdot" else jitted.__wrapped__
+    return _while_running(jitted, plain)
 
-    @functools.wraps(jitted)
+
+def _while_running(original: Any, other: Callable) -> Callable:
+    """Makes a function do what `other` does while a model runs."""
+
+    @functools.wraps(original)
     def wrapper(*args, **kwargs):
-        run = plain if running.any_enabled() else jitted
+        run = other if running.any_enabled() else original
         return run(*args, **kwargs)
 
-    return with_methods_of(jitted, wrapper)
+    return with_methods_of(original, wrapper)
 
 
 def with_methods_of(fn: Any, wrapper: Callable) -> Callable:

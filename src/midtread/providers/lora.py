@@ -395,9 +395,9 @@ class LoraProvider(PtqProvider):
         if is_new and is_left_behind(module, jnp.full((), 0.0)):
             raise ValueError(
                 f"{flaxlib.path_of(module)!r}: {make.weight} is multiplied by inside a jax.jit "
-                "(or scan, or checkpoint) of the model's own, or of JAX's (jnp.linalg.matmul, "
-                "jnp.vecdot), which no adapter made there can leave. Use nn.jit and its like, "
-                "or leave the layer out with module_path."
+                "(or scan, or checkpoint) of the model's own, or of JAX's, which no adapter made "
+                "there can leave. Use nn.jit and its like, or leave the layer out with "
+                "module_path."
             )
         try:
             return module.scope.param(name, lambda key: make(key, base))
