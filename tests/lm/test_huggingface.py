@@ -240,6 +240,16 @@ def talker(tmp_path):
     return folder
 
 
+def test_a_folder_without_a_tokenizer_takes_one(talker, capsys):
+    words = ["generate", str(ROOT / "llama2"), "prompt=hi", "max_new_tokens=2"]
+    assert cli.main(words) == 2
+    assert "whose folder has no tokenizer.json takes" in capsys.readouterr().err
+    path = talker / "tokenizer.json"
+    more = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
+    assert cli.main([*words, *more]) == 0
+    assert capsys.readouterr().out.startswith("hi")
+
+
 def test_a_model_is_asked_by_its_template_and_judged_by_windows(talker, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a bit of text, to be judged by. " * 3)

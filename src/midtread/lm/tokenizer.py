@@ -233,9 +233,19 @@ def tokenizer(config: Config) -> Tokenizer:
     require(
         codec.size <= config.vocab_size,
         f"the tokenizer {codec.name} has {codec.size} tokens, but vocab_size="
-        f"{config.vocab_size}: write vocab_size={-(-codec.size // 8) * 8}.",
+        f"{config.vocab_size}: write vocab_size={-(-codec.size // 8) * 8}{_of_folders(path)}.",
     )
     return codec
+
+
+def _of_folders(path: str) -> str:
+    """Says what to write for a published model whose folder has no tokenizer."""
+    if path:
+        return ""
+    return (
+        " for a new model. A published one whose folder has no tokenizer.json takes "
+        "tokenizer_type=huggingface and tokenizer_path=<its tokenizer.json>"
+    )
 
 
 def files_of_gguf(path: str) -> tuple[str, dict[str, Any]]:
