@@ -103,6 +103,28 @@ def test_a_prompt_is_read_in_chunks(net, config, monkeypatch):
         assert decode.complete(served(net, config), PROMPTS, 6) == whole
 
 
+def test_few_programs_read_any_number_of_prompts(net, config, monkeypatch):
+    """Three prompts are read in four rows, and the fourth row changes no slot."""
+    sizes = []
+
+    class Counted(decode.Program):
+        def _read(self, weights, slots, rows, *rest):
+            sizes.append(len(rows))
+            return super()._read(weights, slots, rows, *rest)
+
+    monkeypatch.setattr(decode, "_program", Counted)
+    monkeypatch.setattr(decode, "CHUNK", 4)
+    server = served(net, config, slots=6)
+    for counts in ((1, 2, 3), (3, 3), (1, 5), (4, 2), (6,)):
+        made = {}
+        for count in counts:
+            prompts = {slot: [slot + 1] * (slot + 3) for slot in server.free[-count:]}
+            made |= {s: [t] for s, t in server.prefill(prompts, 3).items()}
+        for slot, tokens in server.step(3).items():
+            assert made[slot] + tokens == plainly(net, [slot + 1] * (slot + 3), 3)
+    assert sorted(sizes) == [1, 2, 4, 6]
+
+
 def test_a_stop_token_ends_its_sequence_alone(net, config):
     free = decode.complete(served(net, config), PROMPTS, 6)
     stop = free[0][2]

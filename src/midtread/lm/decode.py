@@ -195,9 +195,10 @@ class Program:
 
     def _read(self, weights, slots: Slots, rows, tokens, start):
         """Writes tokens [R, T] from position `start` on into slots `rows` [R]; logits of the
-        last token that stands in each row, which `slots.positions` knows."""
+        last token that stands in each row, which `slots.positions` knows. A row of no slot
+        (R is rounded up) writes nothing."""
         T = tokens.shape[1]
-        take = lambda a: jnp.take(a, rows, axis=_batch_axis(a))
+        take = lambda a: jnp.take(a, rows, axis=_batch_axis(a), mode="clip")
         part = jax.tree.map(take, slots.cache)
         positions = start + jnp.broadcast_to(jnp.arange(T), tokens.shape)
         last = jnp.clip(slots.positions[rows] - start, 0, T - 1)
@@ -354,18 +355,22 @@ class Server:
             self.check(prompt, allowed)
         if not prompts:
             return {}
-        rows = np.array(list(prompts), np.int32)
-        lengths = np.array([len(p) for p in prompts.values()], np.int32)
+        count = len(prompts)
+        # Few numbers of rows make few programs: those that are left over have no slot.
+        num_rows = min(1 << (count - 1).bit_length(), self.num_slots)
+        rows = np.full(num_rows, self.num_slots, np.int32)
+        lengths = np.ones(num_rows, np.int32)
+        rows[:count], lengths[:count] = list(prompts), list(map(len, prompts.values()))
         width = int(lengths.max())
-        numbers = self._count + np.arange(len(rows), dtype=np.int32)
-        self._count += len(rows)
+        numbers = self._count + np.arange(num_rows, dtype=np.int32)
+        self._count += count
         self._slots = dataclasses.replace(
             self._slots,
             positions=self._slots.positions.at[rows].set(lengths - 1),
             numbers=self._slots.numbers.at[rows].set(numbers),
         )
         chunk = min(CHUNK, 1 << (width - 1).bit_length())  # few widths, few programs
-        tokens = np.zeros((len(rows), -(-width // chunk) * chunk), np.int32)
+        tokens = np.zeros((num_rows, -(-width // chunk) * chunk), np.int32)
         for row, prompt in zip(tokens, prompts.values()):
             row[: len(prompt)] = prompt
         logits = None
