@@ -301,6 +301,23 @@ def test_nnx_optimizer(key):
     np.testing.assert_allclose(model.kernel[...], params["kernel"], atol=1e-5)
 
 
+@pytest.mark.parametrize("make", MAKES)
+def test_gradients_that_are_not_finite_are_skipped(make, key):
+    """In bfloat16, widened as docs/qat-and-qt.md says: a choice is between equal dtypes."""
+    widen = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
+    tx = optax.chain(widen, optax.apply_if_finite(make(1e-3), 3))
+    w = jax.random.normal(key, (64, 256), jnp.bfloat16)
+    good, state = tx.update({"w": w}, tx.init({"w": w}), {"w": w})
+    plain, wide = make(1e-3), {"w": w.astype(jnp.float32)}
+    want, _ = plain.update(wide, plain.init({"w": w}), {"w": w})
+    # optax's Adafactor has means in the parameters' dtype, which XLA may round less often.
+    np.testing.assert_allclose(good["w"], want["w"], rtol=0.01)
+    bad, after = tx.update({"w": w * jnp.nan}, state, {"w": w})
+    assert not bad["w"].any() and after[1].total_notfinite == 1
+    kept = lambda state: jax.tree.leaves(state[1].inner_state)
+    assert all(map(np.array_equal, kept(after), kept(state)))
+
+
 def test_what_cannot_be_is_refused():
     for make in MAKES:
         with pytest.raises(ValueError, match="states='int7': there are float32, int8"):
