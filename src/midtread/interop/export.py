@@ -356,14 +356,14 @@ def _fingerprint(source: Any, target: Target, planned: Plan) -> dict[str, Any]:
     listed = [f"{n} {t.dtype}{list(t.shape)}" for n, t in source.tensors.items()]
     return {
         "source": source.name,
-        "files": _stamp(source),
+        "files": stamp(source),
         "target": json.loads(json.dumps(target)),
         "weights": list(planned.weights),
         "tensors": listed,
     }
 
 
-def _stamp(source: Any) -> list[list[Any]]:
+def stamp(source: Any) -> list[list[Any]]:
     """Returns name, size and time of the files that a source reads."""
     stats = [(str(file), os.stat(file)) for file in getattr(source, "files", ())]
     return [[name, about.st_size, about.st_mtime_ns] for name, about in stats]

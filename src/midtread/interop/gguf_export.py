@@ -7,9 +7,11 @@ that are codes already are written as they are where a kind of block holds them,
 scales rounded to float16, and refused elsewhere.
 
 The header is written first, then tensor after tensor; after a kill the same command goes on
-behind the last whole tensor. The file has its name when it is whole.
+behind the last whole tensor, if the files that it reads are those noted beside the file in the
+making. The file has its name when it is whole.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -25,6 +27,7 @@ from midtread.interop.export import (
     is_quantized,
     nothing_left,
     refused_by_name,
+    stamp,
 )
 from midtread.numerics.qarray import QArray
 
@@ -72,12 +75,16 @@ def write(
     head = gguf.header(metadata, kinds)
     partial = path.with_name(f"{path.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    done = _resume(partial, head, kinds, getattr(source, "files", ()))
+    notes, read_from = partial.with_name(f"{partial.name}.json"), _files(source)
+    if not notes.is_file() or notes.read_bytes() != read_from:
+        partial.unlink(missing_ok=True)
+        notes.write_bytes(read_from)
+    done = _resume(partial, head, kinds)
     if done:
         say(f"{partial}: going on after {done} tensors")
     progress = Progress(done, len(kinds))
     with (
-        nothing_left(partial.unlink),
+        nothing_left(lambda: [file.unlink() for file in (partial, notes)]),
         open(partial, "r+b" if done else "wb") as file,
     ):
         if not done:
@@ -97,7 +104,13 @@ def write(
             if progress.done % 20 == 0 or progress.done == len(kinds):
                 say(f"{progress}")
     os.replace(partial, path)
+    notes.unlink()
     return path
+
+
+def _files(source: Any) -> bytes:
+    """Returns name, size and time of the files that a source reads, as they are noted."""
+    return json.dumps(stamp(source)).encode()
 
 
 def _names(source: Any, model: gguf_models.Kind) -> dict[str, list[str]]:
@@ -187,15 +200,10 @@ def shape_words(source: Any, names: Mapping[str, list[str]], tensor: str) -> str
     )
 
 
-def _resume(
-    partial: pathlib.Path, head: bytes, kinds: Mapping, files: Sequence[Any]
-) -> int:
+def _resume(partial: pathlib.Path, head: bytes, kinds: Mapping) -> int:
     """Returns how many whole tensors a file in the making has, and cuts off what follows
-    them; 0 where the files that they were read from have changed since."""
+    them."""
     if not partial.is_file() or partial.stat().st_size < len(head):
-        return 0
-    begun = partial.stat().st_mtime_ns
-    if any(os.stat(file).st_mtime_ns > begun for file in files):
         return 0
     with open(partial, "r+b") as file:
         if file.read(len(head)) != head:
