@@ -15,6 +15,7 @@ import midtread as mt
 from midtread.kernels import choose
 from midtread.kernels.candidates import first
 from midtread.kernels.environment import here, implementation, pretended
+from midtread.kernels.hopper import lanes
 from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import pretend_gpu
 from midtread.kernels.quantize import triton as quantize_triton
@@ -84,6 +85,7 @@ STREAMED = [  # format, tile, and blocks: refilled buffers, a shared sum, severa
     ("int4", 64, decode_kernel.DecodeBlocks(64, 2, wide=4, deep=3)),
     ("int8", None, decode_kernel.DecodeBlocks(32, 2, wide=2, deep=2, split=2)),
     ("int8", None, decode_kernel.DecodeBlocks(32, 2, split=3, cluster=3)),
+    ("int8", None, decode_kernel.DecodeBlocks(32, 5, ahead=2)),
 ]
 
 
@@ -100,6 +102,26 @@ def test_streamed_weights(name, tile, blocks, monkeypatch):
     exact = jnp.dot(x.astype(jnp.float32), mt.dequantize(w, jnp.float32))
     assert out.dtype == jnp.bfloat16
     assert error(out, exact) < 4e-3  # of bfloat16, and nf4's table is rounded
+
+
+@pytest.mark.parametrize(("tile", "times"), [(64, 4), (128, 2), (256, 1)])
+def test_a_group_makes_its_slopes_once(tile, times, monkeypatch):
+    """A block of 256 rows is decoded in four pieces by warpgroups of two accumulators."""
+    made, scaling = [], lanes._scaling
+
+    def counted(code, start, *args):
+        made.extend([] if start is None else [start])
+        return scaling(code, start, *args)
+
+    monkeypatch.setattr(lanes, "_scaling", counted)
+    blocks = decode_kernel.DecodeBlocks(256, 2, wide=2)
+    monkeypatch.setattr(decode_tuned, "decode_blocks", lambda *_: blocks)
+    w = coded("int4", (512, 256), (1,), {0: tile})
+    assert w.scale.dtype == jnp.bfloat16
+    with pretended("h200"), pretend_gpu():
+        traced = jax.jit(lambda x, w: mt.dot(x, w)).trace(floats(32, 512), w)
+        traced.lower(lowering_platforms=("cuda",))
+    assert len(made) == 2 * times
 
 
 def test_streamed_blocks_fit():

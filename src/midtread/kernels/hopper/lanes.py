@@ -132,6 +132,7 @@ def decoded(
     table: Any = None,
     scale: Any = None,
     zeros: Any = None,
+    lines: list[jax.Array] | None = None,
 ) -> list[jax.Array]:
     """Decodes bytes [rows, width] in shared memory to left operands of the tensor cores,
     [64, rows] in bfloat16 for each accumulator of this warpgroup.
@@ -144,12 +145,14 @@ def decoded(
         zeros: bytes [groups of these rows, ..]: zero points, which are codes too, packed like
             these or one in a byte. Slopes are not scaled then, because a scaled zero point is
             not exact.
+        lines: slopes and starts by `lines`, in place of a scale.
     """
     rows, width = ref.shape
     one = plgpu.ShapeDtypeStruct((64, rows), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     beside = [r for r in (table, scale, zeros) if r is not None]
     order = swizzled(min(128, width), jnp.int8)
-    types = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
+    types: list[Any] = [plgpu.RefType(order), *(plgpu.RefType() for _ in beside)]
+    types += [plgpu.Layout.WGMMA.reduce(1)] * len(lines or ())
     num_groups = next((r.shape[0] for r in (scale, zeros) if r is not None), 1)
     size = 0 if scale is None else jnp.dtype(scale.dtype).itemsize
     zero_bits = 0 if zeros is None else code.bits * zeros.shape[1] // width
@@ -176,6 +179,11 @@ def decoded(
             scaling = [
                 _scaling(code, at, size, starts) for at, starts in zip(factors_at, own)
             ]
+            if lines:
+                own_lines = zip(
+                    *(_words(next(given_here)) for _ in ("slopes", "starts"))
+                )
+                scaling = [([word for line in own_lines for word in line], [])]
             registers = []
             for tile, given in enumerate(_given(words, half, code.bits, table_here)):
                 terms, factors = scaling[tile * num_groups // (rows // 8)]
@@ -188,7 +196,31 @@ def decoded(
             out.append(array(registers, (64, rows), mgpu.WGMMA_LAYOUT))
         return out
 
-    return run(ref, *beside)
+    return run(ref, *beside, *(lines or ()))
+
+
+def lines(scale: Any, code: Code, holders: Holders) -> list[jax.Array]:
+    """Returns the slopes, then the starts, of each accumulator's columns, [64]: those of `code`
+    times the scale of a group, [1, columns] in bfloat16."""
+    row = plgpu.Layout.WGMMA.reduce(1)
+    one = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=row)
+
+    @by_threads([plgpu.RefType()], [one] * (2 * holders.wide))
+    def load(scale):
+        vector, out = ir.VectorType.get((1,), ir.F32Type.get()), []
+        for j in holders.accumulators():
+            at = address_of(scale, times(holders.location(j)[0], 2))
+            terms, _ = _scaling(code, at, 2, [])
+            for part in (terms[0::2], terms[1::2]):
+                bits = [mgpu.utils.bitcast(w, vector) for w in part]
+                out.append(array(bits, (64,), mgpu.WGMMA_ROW_LAYOUT))
+        return out
+
+    return load(scale)
+
+
+def _words(array) -> list:
+    return [mgpu.utils.bitcast(r, word_type()) for r in array.registers.flat]
 
 
 def _given(words: list, half, bits: int, table) -> list[list]:

@@ -177,18 +177,25 @@ class Piece(NamedTuple):
     scales: Any = None  # [groups, columns]
     zeros: Any = None  # bytes [groups, width]
 
+    def lines(self, plan: Plan, holders: lanes.Holders) -> list[jax.Array]:
+        """Returns the slopes and starts of the decoding that contain the scale of these rows'
+        only group: other pieces of that group need not compute them again."""
+        return lanes.lines(self.scales, decoding.code(plan.fmt, True), holders)
+
     def decoded(self, plan: Plan, refs: References, holders: lanes.Holders, wg, *,
-                is_folded: bool) -> list:  # fmt: skip
+                is_folded: bool, lines: list[jax.Array] | None = None) -> list:  # fmt: skip
         """Returns left operands of the tensor cores: [64, rows] in bfloat16 for each
         accumulator of this warpgroup, multiplied by the scales of groups and rounded once.
 
         Args:
             is_folded: whether scales are in the slopes of the decoding (decoding.py).
+            lines: what `lines` has returned for the group, if it was asked.
         """
         if plan.native:
             code = decoding.code(plan.fmt, is_folded)
-            args = self.codes, code, holders, refs.table_smem, self.scales, self.zeros
-            return lanes.decoded(*args)
+            scales = self.scales if lines is None else None
+            args = self.codes, code, holders, refs.table_smem, scales, self.zeros
+            return lanes.decoded(*args, lines=lines)
         values = decoding.values(self.codes[...], plan.fmt)
         over_rows = lambda part: jnp.repeat(part, values.shape[0] // len(part), axis=0)
         if self.zeros is not None:

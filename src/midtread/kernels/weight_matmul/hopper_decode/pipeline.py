@@ -36,10 +36,18 @@ from midtread.numerics.formats import Format, dtype_bits
 class DecodeBlocks:
     k: int = 64  # rows of the weight in one buffer
     stages: int = 4  # buffers of a ring, 2 or more
+    ahead: int | None = (
+        None  # blocks under way at most, for which there may be more buffers
+    )
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
     deep: int = 1  # rings, each with its own warpgroups
     split: int = 1  # programs that share a sum
     cluster: int = 1  # of them that add up among themselves, 8 at most
+
+    @property
+    def lag(self) -> int:
+        """How many blocks are begun after a buffer's own before it is filled again."""
+        return max(1, self.stages - (self.ahead or self.stages))
 
     def division(self, bits: int) -> lanes.Division:
         return lanes.Division(bits, self.wide, self.deep)
@@ -199,12 +207,14 @@ def _refill(plan: Plan, refs: References, me: Warpgroup, i):
 # --- sums -------------------------------------------------------------------------------------
 
 
-def _multiply(plan: Plan, refs: References, me: Warpgroup, accs, at, start):
-    """Adds to each accumulator its columns of a piece of a buffer, times x."""
+def _multiply(plan: Plan, refs: References, me: Warpgroup, accs, at, start, lines):
+    """Adds to each accumulator its columns of a piece of a buffer, times x; `lines` as in
+    `Piece.decoded`."""
     x = transposed(refs.x_ring.at[at, :, pl.ds(start, plan.inner)])
     piece = ring.piece(plan, refs, at, start, plan.inner)
     is_folded = _is_folded(plan, refs)
-    ws = piece.decoded(plan, refs, plan.division, me.number, is_folded=is_folded)
+    options = {"is_folded": is_folded, "lines": lines}
+    ws = piece.decoded(plan, refs, plan.division, me.number, **options)
     for a, (acc, w) in enumerate(zip(accs, ws)):
         here = me.number, a, plan.blocks.wide
         plgpu.wgmma(acc, ring.as_left_operand(plan, refs, w, *here), x)
@@ -217,6 +227,13 @@ def _is_folded(plan: Plan, refs: References) -> bool:
     return refs.scale_ring.dtype == jnp.bfloat16
 
 
+def _shares_lines(plan: Plan, refs: References) -> bool:
+    """Whether several pieces of a group have slopes and starts in common."""
+    if not plan.native or not _is_folded(plan, refs) or plan.group <= plan.inner:
+        return False
+    return bool(decoding.code(plan.fmt, True).lines)
+
+
 def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
     """[64, rows] of each accumulator, over the blocks of a ring that are one sum."""
     totals = (_sums_by_warps if plan.by_warps else _sums)(plan, refs, me)
@@ -226,13 +243,17 @@ def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
 
 def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
     """By wgmma, which reads what was decoded while the next piece is being decoded."""
-    stages = plan.blocks.stages
+    stages, lag = plan.blocks.stages, plan.blocks.lag
+    shares_lines = _shares_lines(plan, refs)
 
     def block(i, accs):
-        at = me.ring * stages + lax.rem(i, stages)
+        at, lines = me.ring * stages + lax.rem(i, stages), None
         plgpu.barrier_wait(refs.full.at[at])
         for start in range(0, plan.blocks.k, plan.inner):
-            _multiply(plan, refs, me, accs, at, start)
+            if shares_lines and start % plan.group == 0:
+                first = ring.piece(plan, refs, at, start, plan.inner)
+                lines = first.lines(plan, plan.division)
+            _multiply(plan, refs, me, accs, at, start, lines)
             # Nothing may still read the registers that the next piece is decoded into.
             plgpu.wgmma_wait(plan.blocks.wide)
             if start == 0:  # so all of the block before this one is done
@@ -242,7 +263,7 @@ def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
                     last = lax.rem(i - 1, stages)
                     plgpu.barrier_arrive(refs.empty.at[me.ring * stages + last])
 
-        pl.when(i > 0)(lambda: _refill(plan, refs, me, i - 1))
+        pl.when(i >= lag)(lambda: _refill(plan, refs, me, i - lag))
 
     def over_all(*accs):
         lax.fori_loop(*me.span, lambda i, _: block(i, accs), None)
