@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from midtread.numerics import platforms
 from midtread.numerics.formats import FORMATS
 from midtread.numerics.qarray import quantize_by_spec
 from midtread.numerics.rounding import (
@@ -183,3 +184,22 @@ def test_the_nearest_value_is_what_its_code_stands_for(fmt, key):
     x = jnp.append(x, jnp.nan)
     wanted = decode(encode(x, fmt), fmt).astype(jnp.float32)
     np.testing.assert_array_equal(nearest_value(x, fmt), wanted)
+
+
+FLOATS = {name: fmt for name, fmt in FORMATS.items() if fmt.grid and fmt.is_linear}
+
+
+@pytest.mark.parametrize("fmt", FLOATS.values(), ids=FLOATS)
+def test_a_gpu_casts_what_is_rounded_before(fmt):
+    """All numbers of bfloat16, and those between them, have the codes of one cast, and XLA may
+    undo that: nothing keeps a cast back from being one of equal values."""
+    near = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    x = jnp.asarray((near + np.uint32([0, 0x7FFF, 0x8000, 0x8001])).view(np.float32))
+    x = x.reshape(-1)
+    wanted = encode(x, fmt)
+    with platforms.pretended("gpu"):
+        got = encode(x, fmt)
+        text = jax.jit(lambda x: encode(x, fmt)).lower(x).as_text()
+    assert "optimization_barrier" not in text
+    np.testing.assert_array_equal(f64(got), f64(wanted))
+    np.testing.assert_array_equal(np.signbit(f64(got)), np.signbit(f64(wanted)))

@@ -21,6 +21,7 @@ import numpy as np
 from midtread.numerics.formats import Format, dtype_bits
 from midtread.numerics.platforms import is_explicit, platform
 
+FEW = 2**20  # values whose codes a kernel may as well compute again where it reads them
 ROUNDINGS = ("nearest", "stochastic", "uniform", "low_bit_uniform")
 
 # A function from the shape of x to the noise to round x with, which broadcasts to that shape.
@@ -64,14 +65,9 @@ def nearest_value(x: jax.Array, fmt: Format) -> jax.Array:
         low, high = fmt.codes
         x = jnp.clip(jnp.round(x), low, high)
         return jnp.where(jnp.isnan(x), 0.0, x)
-    if fmt.grid is None or fmt.has_nan:
+    if fmt.grid is None:
         return decode(encode(x, fmt), fmt).astype(jnp.float32)
-    x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -fmt.grid.largest, fmt.grid.largest)
-    # The binade is the number without its mantissa.
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
-    binade = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    step = jnp.maximum(binade, 2.0**fmt.grid.min_exponent) * 2.0**-fmt.grid.mantissa
-    return jnp.clip(jnp.round(x / step) * step, -fmt.grid.largest, fmt.grid.largest)
+    return _nearest_float(_within(x, fmt), fmt)
 
 
 def unpacked(codes: jax.Array) -> jax.Array:
@@ -116,16 +112,31 @@ def _round(x: jax.Array, rounding: str, noise: Noise | None) -> jax.Array:
     return jnp.round(x + noise(x.shape))
 
 
-def _encode_float(x, fmt, rounding, noise):
+def _within(x: jax.Array, fmt: Format) -> jax.Array:
+    """Saturates; NaN stays where the format has one, and becomes 0 elsewhere, since backends differ
+    in what they would cast to."""
+    x = x if fmt.has_nan else jnp.where(jnp.isnan(x), 0.0, x)
+    return jnp.clip(x, -fmt.grid.largest, fmt.grid.largest)
+
+
+def _nearest_float(x: jax.Array, fmt: Format) -> jax.Array:
+    """Rounds to the nearest float of a format, which stays in float32."""
     grid = fmt.grid
-    if not fmt.has_nan:
-        x = jnp.where(
-            jnp.isnan(x), 0.0, x
-        )  # backends differ in what they would cast to
-    x = jnp.clip(x, -grid.largest, grid.largest)
+    lowest = 2.0**grid.min_exponent  # below there are subnormals, in equal steps
+    step = lowest * 2.0**-grid.mantissa
+    normal = jax.lax.reduce_precision(x, 8, grid.mantissa)
+    x = jnp.where(jnp.abs(x) < lowest, jnp.round(x / step) * step, normal)
+    return jnp.clip(x, -grid.largest, grid.largest)
+
+
+def _encode_float(x, fmt, rounding, noise):
+    grid, x = fmt.grid, _within(x, fmt)
     if rounding == "nearest" and fmt.is_linear:
-        # The backend's own cast rounds to nearest even. The barrier keeps XLA from
-        # undoing it where a cast back follows (excess precision; seen on an H200).
+        # The backend's own cast rounds to nearest even, but XLA undoes it where a cast back follows
+        # (excess precision; seen on an H200). A GPU is given few values that are rounded before,
+        # so that it may; elsewhere a barrier keeps it from that.
+        if platform() == "gpu" and isinstance(x.size, int) and x.size <= FEW:
+            return _nearest_float(x, fmt).astype(fmt.dtype)
         return jax.lax.optimization_barrier(x.astype(fmt.dtype))
     step = grid.step(x)
     x = jnp.clip(_round(x / step, rounding, noise) * step, -grid.largest, grid.largest)

@@ -126,8 +126,8 @@ class OneRead(NamedTuple):
 
 def plan_one_read(a: Operand, env: Env) -> OneRead | Refusal:
     """Takes few rows of integers whose scales vary within the sum. For results in bfloat16 their
-    values are multiplied, so that codes and scales need not be written. (Codes in float8 are
-    written, because rounding.py keeps XLA from undoing a cast to them.)"""
+    values are multiplied, so that codes and scales need not be written. (For codes in float8
+    that was not measured.)"""
     spec, fmt, x = a.spec, a.spec.format, a.x
     reason = why_not_here(x)
     if reason is not None:
