@@ -25,7 +25,7 @@ from midtread.kernels.weight_matmul import (
 )
 from midtread.kernels.weight_matmul.hopper_decode import grouped as decode_grouped
 from midtread.kernels.weight_matmul.hopper_decode import tuned as decode_tuned
-from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice, Walk
+from midtread.kernels.weight_matmul.hopper_decode.grouped import Cut, Walk
 from midtread.kernels.weight_matmul.hopper_decode.kernel import DecodeBlocks
 from midtread.numerics.formats import as_format
 from tests.kernels.plans import (
@@ -181,18 +181,18 @@ def test_few_rows_of_codes_and_gradient():
 
 
 STREAMED = [  # several rings, a sum that programs share; scales of columns, of tiles
-    ("int8", None, Choice(8, 1, DecodeBlocks(32, 2, wide=2))),
-    ("int4", 32, Choice(8, 1, DecodeBlocks(32, 2, wide=4, deep=4))),
-    ("nf4", 64, Choice(16, 1, DecodeBlocks(64, 2))),
+    ("int8", None, Cut(8, 1, DecodeBlocks(32, 2, wide=2))),
+    ("int4", 32, Cut(8, 1, DecodeBlocks(32, 2, wide=4, deep=4))),
+    ("nf4", 64, Cut(16, 1, DecodeBlocks(64, 2))),
 ]
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("name", "tile", "choice"), STREAMED)
-def test_streamed_groups(name, tile, choice, monkeypatch):
+@pytest.mark.parametrize(("name", "tile", "cut"), STREAMED)
+def test_streamed_groups(name, tile, cut, monkeypatch):
     """Hopper's kernel: two blocks of one group, an empty group, two groups within 8 rows,
     rows beyond all."""
-    monkeypatch.setattr(decode_tuned, "grouped_choices", lambda *_: (choice,))
+    monkeypatch.setattr(decode_tuned, "grouped_cuts", lambda *_: (cut,))
     tiles = {1: tile} if tile else {}
     w = mt.quantize(random(1, 3, 128, 256), name, channelwise_axes=[0, 2], tiled_axes=tiles)  # fmt: skip
     x, sizes = random(2, 20, 128), [11, 0, 6]
@@ -263,15 +263,15 @@ def test_streamed_groups_fit():
     for name, tile in [("int8", None), ("int4", 128), ("nf4", 64)]:
         for rows in (1, 8.5, 16, 20, 64):
             fmt = as_format(name)
-            choices = decode_tuned.grouped_choices(fmt, rows, (4096, 7168), tile)
-            assert len(choices) == (1 if rows == 64 else 2)
-            assert len({c.blocks.division(fmt.bits).groups for c in choices}) == 1
-            for choice in choices:
-                assert choice.rows >= rows and choice.blocks.stages >= 2
-                size = choice.blocks.num_bytes(fmt, choice.rows, tile)
-                size += choice.blocks.exchanged(choice.rows) + decode_tuned.HELD
+            cuts = decode_tuned.grouped_cuts(fmt, rows, (4096, 7168), tile)
+            assert len(cuts) == (1 if rows == 64 else 2)
+            assert len({c.blocks.division(fmt.bits).groups for c in cuts}) == 1
+            for cut in cuts:
+                assert cut.rows >= rows and cut.blocks.stages >= 2
+                size = cut.blocks.num_bytes(fmt, cut.rows, tile)
+                size += cut.blocks.exchanged(cut.rows) + decode_tuned.HELD
                 assert size <= SHARED
-    (one, more) = decode_tuned.grouped_choices(as_format("int4"), 4, (1408, 256), 128)
+    (one, more) = decode_tuned.grouped_cuts(as_format("int4"), 4, (1408, 256), 128)
     assert one.blocks.deep == more.blocks.deep == 1  # 1408 is not whole for four rings
 
 
@@ -402,8 +402,8 @@ def test_grouped_kernels_lower_for_cuda():
 )
 def test_streamed_groups_lower_for_cuda(name, tile, rows):
     fmt, shape = as_format(name), (4096, 1024)
-    choices = decode_tuned.grouped_choices(fmt, rows, shape, tile)
-    how = {"fmt": fmt, "choices": choices}
+    cuts = decode_tuned.grouped_cuts(fmt, rows, shape, tile)
+    how = {"fmt": fmt, "cuts": cuts}
     run = functools.partial(decode_grouped.grouped_matmul, **how)
     codes = SHAPE((8, 4096, 1024 // (1 if fmt.bits > 4 else 2)), jnp.int8)
     scale = SHAPE((8, 4096 // (tile or 4096), 1024), jnp.bfloat16)

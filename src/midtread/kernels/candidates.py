@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     is_interpreted: bool = True
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The first candidate that has a plan (None if all refused), and why those before refused."""
 
     name: str | None
@@ -76,7 +76,7 @@ def first(
     operands: Any,
     env: Env,
     what: str | None = None,
-) -> Choice:
+) -> Chosen:
     """Chooses the first of the candidates that takes these operands here.
 
     Args:
@@ -88,10 +88,10 @@ def first(
     for candidate in candidates:
         plan = _plan(candidate, operands, env)
         if not isinstance(plan, Refusal):
-            choice = Choice(candidate.name, plan, tuple(refused))
+            choice = Chosen(candidate.name, plan, tuple(refused))
             break
         refused.append((candidate.name, plan.reason))
-    choice = choice or Choice(None, None, tuple(refused))
+    choice = choice or Chosen(None, None, tuple(refused))
     if env.watch is not None:
         env.watch(operation, operands, choice)
     if choice.plan is None and what is not None and env.asked == "gpu":

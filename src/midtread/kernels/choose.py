@@ -23,7 +23,7 @@ import jax
 from midtread.kernels import pending
 from midtread.kernels.add_norm import Normed, Sum
 from midtread.kernels.attention import Ranged
-from midtread.kernels.candidates import Candidate, Choice, first
+from midtread.kernels.candidates import Candidate, Chosen, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import Matmul, weight_matmul, why_not_weight
@@ -105,14 +105,14 @@ def weight(a: Matmul, env: Env) -> jax.Array | None:
         operands = why_not_weight(a.lhs, a.rhs) or a
     if isinstance(operands, str):
         if env.watch is not None:
-            env.watch(operation, a, Choice(None, None, (("any", operands),)))
+            env.watch(operation, a, Chosen(None, None, (("any", operands),)))
         return None
     fmt = (a.lhs if isinstance(a.lhs, QArray) else a.rhs).format
     choice = first(operation, candidates, operands, env, f"{what} of {fmt.name}")
     return _run(choice, operands)
 
 
-def _run(choice: Choice, operands: Any) -> Any:
+def _run(choice: Chosen, operands: Any) -> Any:
     return None if choice.plan is None else choice.plan.run(operands)
 
 
@@ -159,12 +159,12 @@ def attend(operands: Cached) -> jax.Array | None:
     return _run(choice, operands)
 
 
-def plan_attend(operands: Cached, env: Env) -> Choice:
+def plan_attend(operands: Cached, env: Env) -> Chosen:
     """Chooses what `attend` would run, or says why nothing does, and runs nothing."""
     return first("attend", ATTEND, operands, env)
 
 
-def plan_attend_ranges(operands: Ranged, env: Env) -> Choice:
+def plan_attend_ranges(operands: Ranged, env: Env) -> Chosen:
     """Chooses what computes softmax(scale q k) v of many tokens, each over its range of keys,
     or says why nothing does, and runs nothing."""
     return first("attend ranges", ATTEND_RANGES, operands, env)

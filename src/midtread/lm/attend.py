@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from midtread.kernels import choose
 from midtread.kernels.attention import LOWEST, SAVED, Ranged
-from midtread.kernels.candidates import Candidate, Choice, Refusal, first
+from midtread.kernels.candidates import Candidate, Chosen, Refusal, first
 from midtread.kernels.decode_attention import Cached
 from midtread.kernels.environment import Env, here
 from midtread.kernels.layout import SYMBOLIC, is_static
@@ -123,10 +123,10 @@ def attend(
     return choice.plan.run(call)
 
 
-def choose_for(call: Call, asked: str = "auto") -> Choice:
+def choose_for(call: Call, asked: str = "auto") -> Chosen:
     """Returns the implementation that runs a call, and why those before it do not."""
     if asked == "plain":  # which is refused for its cost alone
-        return Choice(asked, Runs(plain), ())
+        return Chosen(asked, Runs(plain), ())
     candidates = [c for c in CANDIDATES if asked in ("auto", c.name)]
     return first("attention", candidates, call, here())
 

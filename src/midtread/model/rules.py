@@ -261,7 +261,7 @@ def field_names(kind: type) -> frozenset[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OperandRule:
     """What is asked of one operand, before its op says which axes are which."""
 
     qtype: Any = None
@@ -309,12 +309,12 @@ class Step:
     tiled_sum: ClassVar[str] = "summed"  # what a tile size is a part of
     quantizes_tiles_again: ClassVar[bool] = True  # or the backward takes float operands
 
-    lhs: Choice = Choice()
-    rhs: Choice = Choice()
-    dlhs_grad: Choice = Choice()
-    drhs_grad: Choice = Choice()
-    dlhs_residual: Choice = Choice()
-    drhs_residual: Choice = Choice()
+    lhs: OperandRule = OperandRule()
+    rhs: OperandRule = OperandRule()
+    dlhs_grad: OperandRule = OperandRule()
+    drhs_grad: OperandRule = OperandRule()
+    dlhs_residual: OperandRule = OperandRule()
+    drhs_residual: OperandRule = OperandRule()
     tile_size: Any = None
     dlhs_tile_size: int | float | None = None
     drhs_tile_size: int | float | None = None
@@ -330,8 +330,8 @@ class Step:
         for name, value in changes.items():
             field, part = PARTS[name]
             if part is not None:
-                choice = fields.get(field, getattr(self, field))
-                value = dataclasses.replace(choice, **{part: value})
+                operand = fields.get(field, getattr(self, field))
+                value = dataclasses.replace(operand, **{part: value})
             fields[field] = value
         return dataclasses.replace(self, **fields)
 
@@ -349,21 +349,21 @@ class Step:
         )
 
     def _gradient(self, matmul: str, forward: Spec | None) -> Spec | None:
-        choice: Choice = getattr(self, f"{matmul}_grad")
+        operand: OperandRule = getattr(self, f"{matmul}_grad")
         tile = self._backward_tile(matmul, forward)
         noise = {"rounding": self.rounding, "noise_axes": self.noise_axes}
-        return choice.spec(tile, self.tiled_sum, **noise)
+        return operand.spec(tile, self.tiled_sum, **noise)
 
     def _residual(self, matmul: str, forward: Spec | None) -> Slot:
-        choice: Choice = getattr(self, f"{matmul}_residual")
+        operand: OperandRule = getattr(self, f"{matmul}_residual")
         is_tiled = forward is not None and bool(forward.tiles)
-        is_fresh = choice.qtype is not None and forward is None
+        is_fresh = operand.qtype is not None and forward is None
         if not (self.use_original_residuals or is_tiled or is_fresh):
             return REUSE
         is_low = getattr(self, f"{matmul}_grad").qtype is not None
-        if choice.qtype is None and is_tiled and is_low and not self._wants_floats:
-            choice = dataclasses.replace(choice, qtype=forward.format)
-        return choice.spec(self._backward_tile(matmul, forward), self.tiled_sum)
+        if operand.qtype is None and is_tiled and is_low and not self._wants_floats:
+            operand = dataclasses.replace(operand, qtype=forward.format)
+        return operand.spec(self._backward_tile(matmul, forward), self.tiled_sum)
 
     @property
     def _wants_floats(self) -> bool:
@@ -381,15 +381,15 @@ class Step:
 def _parts() -> dict[str, tuple[str, str | None]]:
     parts: dict[str, tuple[str, str | None]] = {}
     for field in dataclasses.fields(Step):
-        if not isinstance(field.default, Choice):
+        if not isinstance(field.default, OperandRule):
             parts[field.name] = (field.name, None)
             continue
-        for part in dataclasses.fields(Choice):
+        for part in dataclasses.fields(OperandRule):
             parts[f"{field.name}_{part.name}"] = (field.name, part.name)
     return parts
 
 
-# Qwix's name of a part of a step -> (the field of Step, the field of its Choice, if any)
+# Qwix's name of a part of a step -> (the field of Step, the field of its OperandRule, if any)
 PARTS = _parts()
 
 
@@ -440,7 +440,7 @@ def _recipe_of(rule: Any, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
         return _turned_round(rule.recipe) if is_turned else rule.recipe
     methods = rule.act_calibration_method or "absmax", rule.weight_calibration_method
     per_tensor = training and rule.disable_channelwise_axes
-    operand = lambda is_weight: Choice(
+    operand = lambda is_weight: OperandRule(
         rule.weight_qtype if is_weight else rule.act_qtype,
         methods[is_weight],
         per_tensor,
@@ -453,7 +453,7 @@ def _recipe_of(rule: Any, lhs_is_weight: bool, rhs_is_weight: bool) -> Recipe:
     )
     if not training:
         return step.recipe()
-    grad = Choice(rule.bwd_qtype, rule.bwd_calibration_method, per_tensor)
+    grad = OperandRule(rule.bwd_qtype, rule.bwd_calibration_method, per_tensor)
     tile = None if rule.bwd_qtype is None else rule.bwd_weight_grad_tile_size
     step = dataclasses.replace(
         step,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from midtread.kernels import choose, layout, pending
-from midtread.kernels.candidates import Choice, Refusal, first
+from midtread.kernels.candidates import Chosen, Refusal, first
 from midtread.kernels.environment import Env
 from midtread.kernels.layout import Matmul
 from midtread.kernels.weight_matmul import MAX_ROWS
@@ -28,7 +28,7 @@ class FewCodes(NamedTuple):
 
     side: int  # of the few rows: 0 for lhs, 1 for rhs
     is_scaled_last: bool  # whether their scales are applied to the result
-    chosen: Choice
+    chosen: Chosen
 
     @property
     def detail(self) -> str:

@@ -136,7 +136,7 @@ def plan_hopper(a: Matmul, env: Env) -> Grouped | Refusal:
 def _choices(fmt: Format, sizes: Sizes):
     _, k, n = sizes.shape
     group = None if sizes.tiles == 1 else k // sizes.tiles
-    return tuned.grouped_choices(fmt, sizes.each, (k, n), group)
+    return tuned.grouped_cuts(fmt, sizes.each, (k, n), group)
 
 
 def plan_triton(a: Matmul, env: Env) -> Grouped | Refusal:

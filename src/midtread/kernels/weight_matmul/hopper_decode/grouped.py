@@ -15,7 +15,7 @@ same order. Rows beyond all groups have no blocks, and XLA makes them zero.
 
 Only the device knows the sizes of the groups. Every program adds them up for itself, which takes
 less time than launching another kernel. From them it chooses how many rows a block has: of two
-`Choice`s, it takes the one whose blocks cost less for these groups.
+`Cut`s, it takes the one whose blocks cost less for these groups.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ STRIP = 8  # rows of the copy engine's pattern
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Cut:
     """One way to cut groups into blocks of rows."""
 
     rows: int  # of a block, a multiple of STRIP
-    cost: int  # of a block, to be compared with that of other choices
+    cost: int  # of a block, to be compared with that of other cuts
     blocks: DecodeBlocks  # `split` and `cluster` are 1
 
 
@@ -62,7 +62,7 @@ class Choice:
 class Walk:
     """How programs go through all items. A unit is one block of the weight for each ring."""
 
-    number: int  # of the choice
+    number: int  # of the cut
     rows: int
     num_groups: int
     tiles: int  # of 256 columns
@@ -72,14 +72,14 @@ class Walk:
 
 
 class GroupStarts(NamedTuple):
-    """The first row of each group, and for each choice its first block, with one more entry for
+    """The first row of each group, and for each cut its first block, with one more entry for
     what follows the last group. It lies in shared memory, or, made by XLA, in global memory."""
 
     rows: Any  # [G + 1]
-    blocks: Any  # [choices, G + 1]
+    blocks: Any  # [cuts, G + 1]
 
     def fill(self, sizes, num_rows: int, walks: list[Walk]) -> list:
-        """Fills itself from the sizes; returns [rows in groups, blocks by each choice]."""
+        """Fills itself from the sizes; returns [rows in groups, blocks by each cut]."""
 
         def put(g, firsts):
             self.rows[g] = firsts[0]
@@ -134,7 +134,7 @@ def _over(a, b):
 
 
 class Way(NamedTuple):
-    """A choice, with the plan, the walk and the shared memory that follow from it."""
+    """A cut, with the plan, the walk and the shared memory that follow from it."""
 
     plan: Plan
     walk: Walk
@@ -246,7 +246,7 @@ def grouped_matmul(
     sizes_G: jax.Array,
     *,
     fmt: Format,
-    choices: tuple[Choice, ...],
+    cuts: tuple[Cut, ...],
     interpret: bool = False,
 ) -> jax.Array:
     """[R, N] in float32: rows times the values of their group's codes, scaled for each of T
@@ -254,14 +254,14 @@ def grouped_matmul(
 
     Args:
         scale_GTN: in float32 or bfloat16.
-        choices: one or two, with as many warpgroups. Interpreted, the first: warpgroups that
+        cuts: one or two, with as many warpgroups. Interpreted, the first: warpgroups that
             wait for each other in a branch keep the interpreter's threads.
     """
-    choices = choices[:1] if interpret else choices
+    cuts = cuts[:1] if interpret else cuts
     num_rows, (num_groups, _, num_n) = x_RK.shape[0], scale_GTN.shape
-    ways = _ways(x_RK.shape, scale_GTN, fmt, choices, not interpret)
+    ways = _ways(x_RK.shape, scale_GTN, fmt, cuts, not interpret)
     walks = [way.walk for way in ways]
-    most = max(choice.rows for choice in choices)
+    most = max(cut.rows for cut in cuts)
     padded = max(-(-num_rows // STRIP) * STRIP, most) + (most if interpret else 0)
     x = jnp.pad(x_RK, ((0, padded - num_rows), (0, 0)))
     operands, scratch = _operands(x, bytes_GKB, scale_GTN, ways[0].plan), []
@@ -269,10 +269,10 @@ def grouped_matmul(
     out = (walks[0].slots, num_rows, num_n)
     if interpret:
         args += by_xla(sizes_G, num_rows, walks)
-        out = out[0], num_groups, choices[0].blocks.deep, walks[0].tiles, 4, 64, padded
+        out = out[0], num_groups, cuts[0].blocks.deep, walks[0].tiles, 4, 64, padded
     else:
         args.append(sizes_G.astype(jnp.int32))
-        firsts = (num_groups + 1,), (len(choices), num_groups + 1)
+        firsts = (num_groups + 1,), (len(cuts), num_groups + 1)
         scratch = [plgpu.SMEM(shape, jnp.int32) for shape in firsts]
     (num_threads,) = {way.plan.division.groups for way in ways}
     kernel = plgpu.kernel(
@@ -298,7 +298,7 @@ def grouped_matmul(
     return jnp.where(row < inside, out, 0.0)
 
 
-def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
+def _ways(shape, scale_GTN, fmt: Format, cuts, native: bool) -> list[Way]:
     (num_rows, k), (num_groups, num_tiles, num_n) = shape, scale_GTN.shape
     group = None if num_tiles == 1 else k // num_tiles
     tiles, programs = num_n // COLUMNS, num_cores()
@@ -306,12 +306,12 @@ def _ways(shape, scale_GTN, fmt: Format, choices, native: bool) -> list[Way]:
     # than programs.
     slots = min(MOST_SLOTS, 1 + _over(programs, min(num_groups, num_rows) * tiles))
     ways = []
-    for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in choices):
-        assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, choices)
+    for i, (rows, blocks) in enumerate((c.rows, c.blocks) for c in cuts):
+        assert k % (blocks.k * blocks.deep) == 0 and rows % STRIP == 0, (k, cuts)
         chunks, units = k // blocks.k, k // (blocks.k * blocks.deep)
         plan = Plan(fmt, group, native, 0, blocks, chunks)
         walk = Walk(i, rows, num_groups, tiles, units, programs, slots)
-        ways.append(Way(plan, walk, choices[i].cost, _buffers(plan, rows, scale_GTN)))
+        ways.append(Way(plan, walk, cuts[i].cost, _buffers(plan, rows, scale_GTN)))
     return ways
 
 
@@ -334,7 +334,7 @@ def _put_in_place(out, sizes_G, row, bits: int) -> jax.Array:
 
 
 def _buffers(plan: Plan, rows: int, scale_GTN) -> dict:
-    """The shared memory of one choice, by its names in References."""
+    """The shared memory of one cut, by its names in References."""
     buffers = plan.buffers(rows, scale_GTN if plan.group else None)
     if not plan.native:
         return buffers | plan.interpreter_buffers()

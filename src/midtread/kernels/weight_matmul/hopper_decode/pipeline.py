@@ -227,11 +227,13 @@ def _is_folded(plan: Plan, refs: References) -> bool:
     return refs.scale_ring.dtype == jnp.bfloat16
 
 
-def _shares_lines(plan: Plan, refs: References) -> bool:
-    """Whether several pieces of a group have slopes and starts in common."""
-    if not plan.native or not _is_folded(plan, refs) or plan.group <= plan.inner:
-        return False
-    return bool(decoding.code(plan.fmt, True).lines)
+def _shared_rows(plan: Plan, refs: References) -> int | None:
+    """How many rows have slopes and starts in common, where they are several pieces."""
+    group = plan.group
+    if not plan.native or group is None or group <= plan.inner:
+        return None
+    is_shared = _is_folded(plan, refs) and decoding.code(plan.fmt, True).lines
+    return group if is_shared else None
 
 
 def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
@@ -244,13 +246,13 @@ def sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
 def _sums(plan: Plan, refs: References, me: Warpgroup) -> list[jax.Array]:
     """By wgmma, which reads what was decoded while the next piece is being decoded."""
     stages, lag = plan.blocks.stages, plan.blocks.lag
-    shares_lines = _shares_lines(plan, refs)
+    shared_rows = _shared_rows(plan, refs)
 
     def block(i, accs):
         at, lines = me.ring * stages + lax.rem(i, stages), None
         plgpu.barrier_wait(refs.full.at[at])
         for start in range(0, plan.blocks.k, plan.inner):
-            if shares_lines and start % plan.group == 0:
+            if shared_rows and start % shared_rows == 0:
                 first = ring.piece(plan, refs, at, start, plan.inner)
                 lines = first.lines(plan, plan.division)
             _multiply(plan, refs, me, accs, at, start, lines)

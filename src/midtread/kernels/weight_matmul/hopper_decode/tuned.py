@@ -16,7 +16,7 @@ from midtread.kernels.hopper.lanes import COLUMNS
 from midtread.kernels.hopper.shared_memory import SHARED
 from midtread.kernels.pallas_compat import num_cores
 from midtread.kernels.tuned import has_own_table, table
-from midtread.kernels.weight_matmul.hopper_decode.grouped import Choice
+from midtread.kernels.weight_matmul.hopper_decode.grouped import Cut
 from midtread.kernels.weight_matmul.hopper_decode.pipeline import DecodeBlocks
 from midtread.numerics.formats import Format, dtype_bits
 
@@ -69,12 +69,12 @@ def _resident() -> list[int]:
     return [num_cores(), num_cores() // 2]
 
 
-def grouped_choices(
+def grouped_cuts(
     fmt: Format, rows: float, shape: tuple[int, int], group: int | None
-) -> tuple[Choice, ...]:
-    """The choices for `rows` rows a group on average by weights [K, N]: one for so many rows
+) -> tuple[Cut, ...]:
+    """The cuts for `rows` rows a group on average by weights [K, N]: one for so many rows
     and one for more. It is empty if none divides the weights."""
-    choices = []
+    cuts = []
     for entry in table(__file__)["few_groups"]:
         if entry["bits"] != dtype_bits(fmt.dtype) or entry["rows"] < rows:
             continue
@@ -83,9 +83,9 @@ def grouped_choices(
             spare = blocks.exchanged(each) + HELD
             blocks = _fitted(blocks, fmt, each, shape, group, spare)
             if blocks is not None and shape[0] % (blocks.k * blocks.deep) == 0:
-                choices.append(Choice(each, entry["cost"], blocks))
+                cuts.append(Cut(each, entry["cost"], blocks))
                 break
-    return tuple(choices[:2])
+    return tuple(cuts[:2])
 
 
 def _fitted(
