@@ -226,6 +226,25 @@ def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_pa
                 calibrate(other, rules(), [x], **named)
 
 
+@pytest.mark.parametrize(
+    "acts",
+    [
+        (lambda h: h**2, lambda h: h**3),
+        (lambda h: jnp.cumsum(h, 0), lambda h: jax.lax.cumsum(h, 0, reverse=True)),
+    ],
+    ids=["power", "direction"],
+)
+def test_a_parameter_of_an_equation_belongs_to_a_calibration(key, tmp_path, acts):
+    x = jax.random.normal(key, (40, D))
+    params = {"up": jax.random.normal(key, (D, F)), "down": jnp.ones((F, 4))}
+    named = {"params": params, "options": FLAT, "folder": tmp_path}
+    one, other = (lambda p, x, act=act: act(x @ p["up"]) @ p["down"] for act in acts)
+    calibrate(one, rules(), [x], **named)
+    calibrate(one, rules(), [x], **named)
+    with pytest.raises(ValueError, match="another calibration"):
+        calibrate(other, rules(), [x], **named)
+
+
 def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
     model, x = Nnx(), jax.random.normal(key, (40, D))
 

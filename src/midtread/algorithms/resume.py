@@ -9,6 +9,7 @@ say, is done again from them: it has no chance in it, and so ends with the same 
 """
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
@@ -132,11 +133,20 @@ def _equations(eqns: Iterable[Any]) -> Iterator[str]:
     """What equations do, as far as it is the same in every process: objects are left out."""
     for eqn in eqns:
         operands = [str(v.val if is_literal(v) else v.aval) for v in eqn.invars]
-        yield f"{eqn.primitive.name} {operands}"
+        params = [f"{name}={_setting(x)}" for name, x in sorted(eqn.params.items())]
+        yield f"{eqn.primitive.name} {operands} {params}"
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
                     yield from _equations(inner.eqns)
+
+
+def _setting(value: Any) -> str:
+    """Returns a parameter of an equation as text: a power, axes, a direction, a dtype."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_setting, value))})"
+    is_text = value is None or isinstance(value, bool | int | float | str | np.dtype)
+    return str(value) if is_text or isinstance(value, enum.Enum) else ""
 
 
 def _plain_array(x: Any) -> Any:
