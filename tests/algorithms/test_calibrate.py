@@ -272,6 +272,17 @@ def test_losses_are_told_apart():
     assert "0x" not in "".join(said)
 
 
+def test_losses_with_other_arrays_are_told_apart():
+    def weighted(w):
+        return lambda out, target: jnp.mean(w * (out - target) ** 2)
+
+    arrays = [jnp.ones(4), jnp.arange(4.0), np.ones((2, 2)), jax.random.key(0)]
+    said = [_described(weighted(w)) for w in arrays]
+    said += [_described(functools.partial(jnp.dot, w)) for w in arrays]
+    assert len(set(said)) == 8
+    assert said[1] == _described(weighted(jnp.arange(4.0)))
+
+
 def test_a_loss_that_nothing_looks_at_is_refused(key):
     x = jax.random.normal(key, (40, D))
     with pytest.raises(ValueError, match="'hqq' looks at none: leave out the loss"):

@@ -108,24 +108,21 @@ class Kept:
 
 def _fingerprint(task: Task, loss, targets) -> dict[str, str]:
     """Returns digests of what a calibration's weights depend on."""
-    digest = lambda arrays: hashlib.sha256(
-        b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    ).hexdigest()
     sites = [f"{s.name} {task.boxes[s.path].how}" for s in task.chosen.values()]
     online = [task.chosen[n].name for n in task.turns.online]
     return {
-        "weights": digest(task.floats[path] for path in sorted(task.floats)),
-        "constants": digest(map(_plain_array, task.program.constants.values())),
+        "weights": _digest(task.floats[path] for path in sorted(task.floats)),
+        "constants": _digest(task.program.constants.values()),
         "equations": hashlib.sha256(
             "\n".join(_equations(task.program.eqns)).encode()
         ).hexdigest(),
         "rotated at run time": ",".join(online),
-        "batches": digest(x for b in task.batches for x in task.program.arrays(b)),
+        "batches": _digest(x for b in task.batches for x in task.program.arrays(b)),
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
         "algorithms": ",".join(task.plan.names),
         "options": str(task.options),
         "loss": _described(loss),
-        "targets": "" if loss is None else digest(jax.tree.leaves(targets)),
+        "targets": "" if loss is None else _digest(jax.tree.leaves(targets)),
     }
 
 
@@ -171,5 +168,12 @@ def _described(loss: Any) -> str:
 
 
 def _plain(values: tuple) -> str:
-    """Returns the numbers and the text among values, written out."""
-    return repr([v for v in values if isinstance(v, int | float | str | None)])
+    """Returns the numbers and the text among values, written out, and digests of arrays."""
+    listed = [v for v in values if isinstance(v, int | float | str | None)]
+    arrays = [v for v in values if isinstance(v, np.ndarray | jax.Array)]
+    return repr([*listed, *(f"{x.dtype}{x.shape} {_digest([x])}" for x in arrays)])
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    contents = (np.ascontiguousarray(_plain_array(x)).tobytes() for x in arrays)
+    return hashlib.sha256(b"".join(contents)).hexdigest()
