@@ -165,10 +165,12 @@ def solve_together(
 def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
     E, K, N = axes.extents(w.shape)
     H = H.astype(jnp.float32)
-    while H.ndim < 4:
+    if H.ndim == 2:
         H = H[None]
-    G = H.shape[1]
-    if H.shape != (E, G, K, K) or N % G:
+    if H.ndim == 3:
+        H = H[:, None]
+    G = H.shape[1] if H.ndim == 4 else 0
+    if not G or H.shape != (E, G, K, K) or N % G:
         raise ValueError(
             f"second moments {H.shape} do not fit a weight {w.shape} that sums "
             f"{axes.summed}: give [{E}, G, {K}, {K}], where G divides {N}."
