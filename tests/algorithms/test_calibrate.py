@@ -420,6 +420,8 @@ def test_rules_that_cannot_be_followed_are_refused():
         ({"alpha": -0.1}, "alpha=-0.1 should lie between 0 and 1"),
         ({"weigh": "tokens"}, "weigh='tokens' should be one of"),
         ({"runs": 0}, "runs is at least 1"),
+        ({"runs": 1.5}, "runs is at least 1 and a whole number, not 1.5"),
+        ({"min_tokens": float("nan")}, "min_tokens=nan should be a number from 0"),
     ],
 )
 def test_options_out_of_range_are_refused(asked, message):

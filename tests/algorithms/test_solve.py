@@ -359,3 +359,18 @@ def test_moments_that_do_not_fit_are_refused(layer):
         gptq.solve(w, SPECS["int4"], H.at[0, 0].set(jnp.nan))
     with pytest.raises(ValueError, match="order='up' should be one of"):
         gptq.GptqOptions(order="up")
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"damping": 0}, "damping=0 should be a number above 0"),
+        ({"damping": float("nan")}, "damping=nan should be a number above 0"),
+        ({"rounds": -1}, "rounds=-1 should be a whole number from 0 on"),
+        ({"rounds": 1.5}, "rounds=1.5 should be a whole number from 0 on"),
+        ({"block": 0}, "block=0 should be a whole number from 1 on"),
+    ],
+)
+def test_options_of_gptq_are_checked(asked, message):
+    with pytest.raises(ValueError, match=message):
+        gptq.GptqOptions(**asked)
