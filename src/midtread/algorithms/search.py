@@ -170,6 +170,11 @@ class _Model:
             raise ValueError(
                 "the other model's weights are not in it: give other_params=..., too."
             )
+        if isinstance(other, nnx.Module) and params is not None:
+            raise ValueError(
+                "the other model is an NNX module, which holds its parameters: leave out "
+                "other_params."
+            )
         if isinstance(other, nnx.Module):
             at = functools.partial(flaxlib.value_at, other)
         elif isinstance(other, nn.Module):
