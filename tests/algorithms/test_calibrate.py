@@ -199,6 +199,20 @@ def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
         calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["0.npz", "calibration.json"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_file_of_a_calibration_is_named(key, tmp_path, name, left):
+    model, batches = Nnx(), [jax.random.normal(key, (40, D))]
+    whole = calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(ValueError, match=f"{name} is damaged: delete it"):
+        calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    file.unlink()
+    again = calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    np.testing.assert_array_equal(again.model(batches[0]), whole.model(batches[0]))
+
+
 def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_path):
     """Its parameters are the same; what it does with them, or a constant, is not."""
     x = jax.random.normal(key, (40, D))

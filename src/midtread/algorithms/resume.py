@@ -15,7 +15,9 @@ import hashlib
 import inspect
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -47,7 +49,10 @@ class Kept:
             ) from None
         mine = _fingerprint(task, loss, targets)
         file = self.folder / "calibration.json"
-        if file.is_file() and json.loads(file.read_text()) != mine:
+        if (
+            file.is_file()
+            and _whole(file, lambda: json.loads(file.read_text())) != mine
+        ):
             raise ValueError(
                 f"{self.folder} holds weights of another calibration (model, data, loss, "
                 "rules or options differ): give another folder, or empty it."
@@ -70,6 +75,9 @@ class Kept:
         """Codes, their row of the report, and what the bias grew by, if it did."""
         if self.folder is None or not self._file(number).is_file():
             return None
+        return _whole(self._file(number), lambda: self._read(number))
+
+    def _read(self, number: int) -> tuple[QArray, Row, jax.Array | None]:
         with np.load(self._file(number)) as file:
             about = json.loads(str(file["about"]))
             part = lambda name: jnp.asarray(
@@ -104,6 +112,16 @@ class Kept:
         with partial.open("wb") as out:
             np.savez(out, about=json.dumps(about), **raw)
         partial.rename(self._file(number))
+
+
+def _whole(file: pathlib.Path, read: Callable[[], Any]) -> Any:
+    """Reads a file, which a machine that lost its power may have left damaged."""
+    try:
+        return read()
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise ValueError(
+            f"{file} is damaged: delete it, and what it had is found again."
+        ) from None
 
 
 def _fingerprint(task: Task, loss, targets) -> dict[str, str]:
