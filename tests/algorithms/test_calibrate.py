@@ -199,6 +199,20 @@ def test_a_killed_calibration_ends_with_the_same_bits(key, tmp_path):
         calibrate(model, rules(), batches, algorithms=["clip"], folder=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["0.npz", "calibration.json"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_file_of_a_calibration_is_named(key, tmp_path, name, left):
+    model, batches = Nnx(), [jax.random.normal(key, (40, D))]
+    whole = calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(ValueError, match=f"{name} is damaged: delete it"):
+        calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    file.unlink()
+    again = calibrate(model, rules(), batches, options=FLAT, folder=tmp_path)
+    np.testing.assert_array_equal(again.model(batches[0]), whole.model(batches[0]))
+
+
 def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_path):
     """Its parameters are the same; what it does with them, or a constant, is not."""
     x = jax.random.normal(key, (40, D))
@@ -226,6 +240,25 @@ def test_a_model_that_computes_something_else_is_another_calibration(key, tmp_pa
                 calibrate(other, rules(), [x], **named)
 
 
+@pytest.mark.parametrize(
+    "acts",
+    [
+        (lambda h: h**2, lambda h: h**3),
+        (lambda h: jnp.cumsum(h, 0), lambda h: jax.lax.cumsum(h, 0, reverse=True)),
+    ],
+    ids=["power", "direction"],
+)
+def test_a_parameter_of_an_equation_belongs_to_a_calibration(key, tmp_path, acts):
+    x = jax.random.normal(key, (40, D))
+    params = {"up": jax.random.normal(key, (D, F)), "down": jnp.ones((F, 4))}
+    named = {"params": params, "options": FLAT, "folder": tmp_path}
+    one, other = (lambda p, x, act=act: act(x @ p["up"]) @ p["down"] for act in acts)
+    calibrate(one, rules(), [x], **named)
+    calibrate(one, rules(), [x], **named)
+    with pytest.raises(ValueError, match="another calibration"):
+        calibrate(other, rules(), [x], **named)
+
+
 def test_a_loss_and_its_targets_belong_to_a_calibration(key, tmp_path):
     model, x = Nnx(), jax.random.normal(key, (40, D))
 
@@ -251,6 +284,17 @@ def test_losses_are_told_apart():
     assert said[0] == said[1] and said[2] == said[3] and len(set(said)) == 6
     assert said == [_described(loss) for loss in losses]
     assert "0x" not in "".join(said)
+
+
+def test_losses_with_other_arrays_are_told_apart():
+    def weighted(w):
+        return lambda out, target: jnp.mean(w * (out - target) ** 2)
+
+    arrays = [jnp.ones(4), jnp.arange(4.0), np.ones((2, 2)), jax.random.key(0)]
+    said = [_described(weighted(w)) for w in arrays]
+    said += [_described(functools.partial(jnp.dot, w)) for w in arrays]
+    assert len(set(said)) == 8
+    assert said[1] == _described(weighted(jnp.arange(4.0)))
 
 
 def test_a_loss_that_nothing_looks_at_is_refused(key):
@@ -390,6 +434,8 @@ def test_rules_that_cannot_be_followed_are_refused():
         ({"alpha": -0.1}, "alpha=-0.1 should lie between 0 and 1"),
         ({"weigh": "tokens"}, "weigh='tokens' should be one of"),
         ({"runs": 0}, "runs is at least 1"),
+        ({"runs": 1.5}, "runs is at least 1 and a whole number, not 1.5"),
+        ({"min_tokens": float("nan")}, "min_tokens=nan should be a number from 0"),
     ],
 )
 def test_options_out_of_range_are_refused(asked, message):

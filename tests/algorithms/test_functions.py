@@ -92,3 +92,14 @@ def test_what_a_function_lacks_is_said(batches):
         calibrate(mlp, rules(), batches, params=made.params)
     with pytest.raises(TypeError, match="functions of their parameters, not a int"):
         calibrate(3, rules(), batches)
+
+
+def test_parameters_beside_a_module_that_holds_its_own_are_refused(batches):
+    model = Nnx()
+    params = nnx.to_pure_dict(nnx.state(model))
+    with pytest.raises(ValueError, match="an NNX module holds its parameters"):
+        calibrate(model, rules(), batches, params=params)
+    with pytest.raises(ValueError, match="an NNX module holds its parameters"):
+        mt.sensitivity(model, batches, params=params)
+    with pytest.raises(ValueError, match="leave out other_params"):
+        mt.bisect(model, batches, other=model, other_params=params)

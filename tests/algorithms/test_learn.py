@@ -180,6 +180,8 @@ def test_outputs_that_are_not_finite_are_told_from_those_that_cannot_happen():
     "asked, message",
     [
         ({"steps": 0}, "steps lie above 0"),
+        ({"steps": 1.5}, "steps lie above 0 and are whole"),
+        ({"rate": float("nan")}, "rate and scale_rate are not below 0"),
         ({"start": 1.0}, "start=1.0 lies between 0 and 1"),
         ({"distance": "far"}, "distance='far' should be one of"),
     ],

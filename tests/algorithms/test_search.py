@@ -226,6 +226,11 @@ def test_what_cannot_be_searched_is_refused(judged):
     for formats in ("int4", []):
         with pytest.raises(ValueError, match="give a list to choose from"):
             mt.allocate(model, batches, formats, bits=4)
+    for search in (mt.sensitivity, mt.bisect):
+        with pytest.raises(ValueError, match="tile 0 of axis summed must be above 0"):
+            search(model, batches, "int4", 0)
+    with pytest.raises(ValueError, match="tile 0 of axis summed must be above 0"):
+        mt.allocate(model, batches, [("int4", 0)], bits=8)
     with pytest.raises(ValueError, match="a Linen model needs its variables"):
         mt.sensitivity(nn.Dense(4), batches)
     with pytest.raises(ValueError, match="no weight of this model meets a matmul"):

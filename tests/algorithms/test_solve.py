@@ -245,6 +245,9 @@ def test_stacks_of_matrices_in_any_order_of_axes(layer):
     np.testing.assert_array_equal(made.array.qvalue[..., 0].T, alone.qvalue)
     other = gptq.solve(-2 * w, SPECS["int4/16"], 3 * H, options=PAPER).array
     np.testing.assert_array_equal(made.array.qvalue[..., 1].T, other.qvalue)
+    moments = jnp.stack([H, 3 * H])  # [E, K, K], one for all outputs
+    same = gptq.solve(stack, spec, moments, Axes((2,), (1,), (0,)), PAPER)
+    np.testing.assert_array_equal(made.array.qvalue, same.array.qvalue)
 
 
 def test_clip_finds_the_best_window(layer):
@@ -350,7 +353,24 @@ def test_moments_that_do_not_fit_are_refused(layer):
     w, H = layer
     with pytest.raises(ValueError, match="do not fit a weight"):
         gptq.solve(w, SPECS["int4"], H[:32, :32])
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        gptq.solve(w, SPECS["int4"], H[0])
     with pytest.raises(ValueError, match="not finite"):
         gptq.solve(w, SPECS["int4"], H.at[0, 0].set(jnp.nan))
     with pytest.raises(ValueError, match="order='up' should be one of"):
         gptq.GptqOptions(order="up")
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"damping": 0}, "damping=0 should be a number above 0"),
+        ({"damping": float("nan")}, "damping=nan should be a number above 0"),
+        ({"rounds": -1}, "rounds=-1 should be a whole number from 0 on"),
+        ({"rounds": 1.5}, "rounds=1.5 should be a whole number from 0 on"),
+        ({"block": 0}, "block=0 should be a whole number from 1 on"),
+    ],
+)
+def test_options_of_gptq_are_checked(asked, message):
+    with pytest.raises(ValueError, match=message):
+        gptq.GptqOptions(**asked)

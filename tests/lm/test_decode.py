@@ -385,12 +385,21 @@ def test_no_way_to_draw(net, config, sampling, message):
         served(net, config, sampling=decode.Sampling(*sampling))
 
 
+@pytest.mark.parametrize("seed", [1.5, "one", 2**63, -(2**63) - 1])
+def test_no_seed(net, config, seed):
+    with pytest.raises(UsageError, match=f"seed={seed}: a whole number of 64 bits"):
+        served(net, config, seed=seed)
+
+
 def test_nothing_is_begun_that_cannot_end(net, config):
     """Of several prompts one is too long, or a sequence is under way that is not theirs."""
     server, heard = served(net, config, slots=1), []
     hear = lambda number, tokens: heard.append(number)
     with pytest.raises(UsageError, match="40 tokens and 4 new ones do not fit"):
         decode.complete(server, [[1], [2] * 40], 4, hear)
+    assert not heard and server.free == [0]
+    with pytest.raises(UsageError, match="count=0: a step makes one token at least"):
+        decode.complete(server, [[1]], 4, hear, count=0)
     assert not heard and server.free == [0]
     server.prefill({0: [1]}, 4)
     with pytest.raises(UsageError, match="sequences under way"):

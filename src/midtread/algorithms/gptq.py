@@ -30,6 +30,7 @@ such as the heads of an attention's values, whose errors reach the loss by other
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,8 +89,16 @@ class GptqOptions:
                 raise ValueError(
                     f"gptq: {name}={getattr(self, name)!r} should be one of {known}."
                 )
-        if self.damping <= 0 or self.block < 1 or self.rounds < 0:
-            raise ValueError(f"gptq: damping and block lie above 0 in {self}.")
+        for name, least in (("rounds", 0), ("block", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or value < least:
+                raise ValueError(
+                    f"gptq: {name}={value!r} should be a whole number from {least} on."
+                )
+        if not 0 < self.damping < math.inf:
+            raise ValueError(
+                f"gptq: damping={self.damping!r} should be a number above 0."
+            )
         if self.static_groups is not True and self.order == "activation":
             raise ValueError(
                 "gptq: scales that are found tile by tile need rows tile by tile: write "
@@ -165,10 +174,12 @@ def solve_together(
 def _checked(H: jax.Array, w: jax.Array, axes: Axes) -> jax.Array:
     E, K, N = axes.extents(w.shape)
     H = H.astype(jnp.float32)
-    while H.ndim < 4:
+    if H.ndim == 2:
         H = H[None]
-    G = H.shape[1]
-    if H.shape != (E, G, K, K) or N % G:
+    if H.ndim == 3:
+        H = H[:, None]
+    G = H.shape[1] if H.ndim == 4 else 0
+    if not G or H.shape != (E, G, K, K) or N % G:
         raise ValueError(
             f"second moments {H.shape} do not fit a weight {w.shape} that sums "
             f"{axes.summed}: give [{E}, G, {K}, {K}], where G divides {N}."

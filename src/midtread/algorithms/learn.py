@@ -26,6 +26,7 @@ others, and no row twice.
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,9 +69,11 @@ class LearnOptions:
             raise ValueError(
                 f"learn: distance={self.distance!r} should be one of {tuple(DISTANCES)}."
             )
-        if self.steps < 1 or min(self.rate, self.scale_rate) < 0:
+        is_whole = isinstance(self.steps, numbers.Integral) and self.steps > 0
+        if not is_whole or not self.rate >= 0 or not self.scale_rate >= 0:
             raise ValueError(
-                f"learn: steps lie above 0, rate and scale_rate not below, in {self}."
+                "learn: steps lie above 0 and are whole, rate and scale_rate are not below "
+                f"0, in {self}."
             )
         if not 0 <= self.start < 1:
             raise ValueError(f"learn: start={self.start} lies between 0 and 1.")

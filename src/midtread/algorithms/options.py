@@ -18,6 +18,8 @@ Algorithms act on a weight in the order of this table, whatever is left out:
 """
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,8 +102,14 @@ class CalibrationOptions:
                 raise ValueError(
                     f"calibrate: {name}={getattr(self, name)} should lie between 0 and 1."
                 )
-        if self.runs < 1 or self.min_tokens < 0:
-            raise ValueError(f"calibrate: runs is at least 1, min_tokens 0, in {self}.")
+        if not isinstance(self.runs, numbers.Integral) or self.runs < 1:
+            raise ValueError(
+                f"calibrate: runs is at least 1 and a whole number, not {self.runs!r}."
+            )
+        if not 0 <= self.min_tokens < math.inf:
+            raise ValueError(
+                f"calibrate: min_tokens={self.min_tokens!r} should be a number from 0 on."
+            )
 
 
 class Plan(NamedTuple):

@@ -219,6 +219,11 @@ def trace(
     check_method(model, method)
     marker = Marker()
     if isinstance(model, nnx.Module):
+        if params is not None:
+            raise ValueError(
+                "an NNX module holds its parameters: leave out params, or put them into the "
+                "module with nnx.update."
+            )
         run, flat = _nnx_run(model, marker, method, call)
     elif isinstance(model, nn.Module):
         run, flat = _linen_run(model, marker, method, params)

@@ -9,12 +9,15 @@ say, is done again from them: it has no chance in it, and so ends with the same 
 """
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -46,7 +49,10 @@ class Kept:
             ) from None
         mine = _fingerprint(task, loss, targets)
         file = self.folder / "calibration.json"
-        if file.is_file() and json.loads(file.read_text()) != mine:
+        if (
+            file.is_file()
+            and _whole(file, lambda: json.loads(file.read_text())) != mine
+        ):
             raise ValueError(
                 f"{self.folder} holds weights of another calibration (model, data, loss, "
                 "rules or options differ): give another folder, or empty it."
@@ -69,6 +75,9 @@ class Kept:
         """Codes, their row of the report, and what the bias grew by, if it did."""
         if self.folder is None or not self._file(number).is_file():
             return None
+        return _whole(self._file(number), lambda: self._read(number))
+
+    def _read(self, number: int) -> tuple[QArray, Row, jax.Array | None]:
         with np.load(self._file(number)) as file:
             about = json.loads(str(file["about"]))
             part = lambda name: jnp.asarray(
@@ -105,26 +114,33 @@ class Kept:
         partial.rename(self._file(number))
 
 
+def _whole(file: pathlib.Path, read: Callable[[], Any]) -> Any:
+    """Reads a file, which a machine that lost its power may have left damaged."""
+    try:
+        return read()
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise ValueError(
+            f"{file} is damaged: delete it, and what it had is found again."
+        ) from None
+
+
 def _fingerprint(task: Task, loss, targets) -> dict[str, str]:
     """Returns digests of what a calibration's weights depend on."""
-    digest = lambda arrays: hashlib.sha256(
-        b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    ).hexdigest()
     sites = [f"{s.name} {task.boxes[s.path].how}" for s in task.chosen.values()]
     online = [task.chosen[n].name for n in task.turns.online]
     return {
-        "weights": digest(task.floats[path] for path in sorted(task.floats)),
-        "constants": digest(map(_plain_array, task.program.constants.values())),
+        "weights": _digest(task.floats[path] for path in sorted(task.floats)),
+        "constants": _digest(task.program.constants.values()),
         "equations": hashlib.sha256(
             "\n".join(_equations(task.program.eqns)).encode()
         ).hexdigest(),
         "rotated at run time": ",".join(online),
-        "batches": digest(x for b in task.batches for x in task.program.arrays(b)),
+        "batches": _digest(x for b in task.batches for x in task.program.arrays(b)),
         "sites": hashlib.sha256("\n".join(sites).encode()).hexdigest(),
         "algorithms": ",".join(task.plan.names),
         "options": str(task.options),
         "loss": _described(loss),
-        "targets": "" if loss is None else digest(jax.tree.leaves(targets)),
+        "targets": "" if loss is None else _digest(jax.tree.leaves(targets)),
     }
 
 
@@ -132,11 +148,20 @@ def _equations(eqns: Iterable[Any]) -> Iterator[str]:
     """What equations do, as far as it is the same in every process: objects are left out."""
     for eqn in eqns:
         operands = [str(v.val if is_literal(v) else v.aval) for v in eqn.invars]
-        yield f"{eqn.primitive.name} {operands}"
+        params = [f"{name}={_setting(x)}" for name, x in sorted(eqn.params.items())]
+        yield f"{eqn.primitive.name} {operands} {params}"
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
                     yield from _equations(inner.eqns)
+
+
+def _setting(value: Any) -> str:
+    """Returns a parameter of an equation as text: a power, axes, a direction, a dtype."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_setting, value))})"
+    is_text = value is None or isinstance(value, bool | int | float | str | np.dtype)
+    return str(value) if is_text or isinstance(value, enum.Enum) else ""
 
 
 def _plain_array(x: Any) -> Any:
@@ -161,5 +186,12 @@ def _described(loss: Any) -> str:
 
 
 def _plain(values: tuple) -> str:
-    """Returns the numbers and the text among values, written out."""
-    return repr([v for v in values if isinstance(v, int | float | str | None)])
+    """Returns the numbers and the text among values, written out, and digests of arrays."""
+    listed = [v for v in values if isinstance(v, int | float | str | None)]
+    arrays = [v for v in values if isinstance(v, np.ndarray | jax.Array)]
+    return repr([*listed, *(f"{x.dtype}{x.shape} {_digest([x])}" for x in arrays)])
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    contents = (np.ascontiguousarray(_plain_array(x)).tobytes() for x in arrays)
+    return hashlib.sha256(b"".join(contents)).hexdigest()

@@ -170,6 +170,11 @@ class _Model:
             raise ValueError(
                 "the other model's weights are not in it: give other_params=..., too."
             )
+        if isinstance(other, nnx.Module) and params is not None:
+            raise ValueError(
+                "the other model is an NNX module, which holds its parameters: leave out "
+                "other_params."
+            )
         if isinstance(other, nnx.Module):
             at = functools.partial(flaxlib.value_at, other)
         elif isinstance(other, nn.Module):
@@ -211,8 +216,8 @@ class _Model:
         site, w = self.sites[path][0], self.floats[path]
         back = tuple(site.turn.index(a) for a in range(len(site.turn)))
         fmt = as_format(qtype)
-        tile = tile or fmt.tile
-        spec = Spec(fmt, ("kept",), {"summed": tile} if tile else {})
+        tile = fmt.tile if tile is None else tile
+        spec = Spec(fmt, ("kept",), {} if tile is None else {"summed": tile})
         placed = site.c.number_axes(spec, site.side, site.shape)
         assert placed is not None
         stored = placed.transposed(back)
@@ -247,7 +252,7 @@ def _tried(runner: _Model, formats: Sequence[Any]) -> dict[tuple, list[Choice]]:
                 "/".join(map(str, path)),
                 runner.modules(path),
                 as_format(name).name,
-                tile or as_format(name).tile,
+                as_format(name).tile if tile is None else tile,
                 bits,
                 w.size,
                 error,

@@ -82,6 +82,10 @@ def _is_whole(x: Any, least: int = 0) -> bool:
     return isinstance(x, int | np.integer) and x >= least
 
 
+def _check_count(count: Any) -> None:
+    require(_is_whole(count, 1), f"count={count}: a step makes one token at least.")
+
+
 def choose(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     """The next token of logits [B, V], drawn with a key for each row."""
     if sampling.temperature == 0:
@@ -306,6 +310,10 @@ class Server:
             f"length={length}: a slot has room for one token at least.",
         )
         sampling.check()
+        require(
+            _is_whole(seed, -(2**63)) and seed < 2**63,
+            f"seed={seed}: a whole number of 64 bits.",
+        )
         for token in stops:
             require(
                 _is_whole(token) and token < m.vocab_size,
@@ -420,7 +428,7 @@ class Server:
         Raises:
             UsageError: A count below 1.
         """
-        require(_is_whole(count, 1), f"count={count}: a step makes one token at least.")
+        _check_count(count)
         busy = np.flatnonzero(self._left)
         tokens, left, self._slots = self._program.go_on(
             self._weights, self._slots, self._seed, count
@@ -489,14 +497,15 @@ def complete(
         The new tokens of each prompt; a stop token is the last.
 
     Raises:
-        UsageError: Some sequence is under way, or one of the prompts cannot be read; none
-            is begun then.
+        UsageError: Some sequence is under way, one of the prompts cannot be read, or a count
+            below 1; none is begun then.
     """
     require(
         len(server.free) == server.num_slots,
         f"some slots have sequences under way, free are {server.free}: `complete` takes all "
         "slots. Let these end by `step` first, or use another server.",
     )
+    _check_count(count)
     for prompt in prompts:
         server.check(prompt, allowed)
     continuations: list[list[int]] = [[] for _ in prompts]
