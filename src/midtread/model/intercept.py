@@ -181,7 +181,7 @@ def install() -> None:
             others = getattr(jnp.linalg, name), getattr(jnp, name)
             setattr(jnp.linalg, name, _while_running(*others))
         concrete, tracers = array_classes()
-        eager.install(concrete)
+        eager.install(concrete, _evaluator())
         _catch_operators(concrete)
         _catch_operators(tracers)
         pl.pallas_call = _opaque(pl.pallas_call)
@@ -329,6 +329,14 @@ def array_classes() -> tuple[type, type]:
     from jax._src.array import ArrayImpl
 
     return ArrayImpl, jax.core.Tracer
+
+
+def _evaluator() -> type:
+    """Returns the class of the trace that evaluates primitives of concrete arrays, which the
+    tracers of grad and vmap outside of jit end in. It is private in JAX."""
+    from jax._src.core import EvalTrace
+
+    return EvalTrace
 
 
 def _catch_operators(cls: type) -> None:
