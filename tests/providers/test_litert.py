@@ -55,6 +55,18 @@ def test_matmul_bias_and_relu_stay_together(x):
     ]
 
 
+def test_gradients_go_straight_through_dynamic_ranges(key):
+    """At both ends of a row's range too, which are its largest and its least element."""
+    dense, x = nn.Dense(8), jax.random.normal(key, (4, 8))
+    params = dense.init(key, x)
+    rule = mt.QuantizationRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=False
+    )
+    trained = mt.quantize_model(dense, mt.OdmlQatProvider([rule]))
+    grad = lambda model: jax.grad(lambda x: jnp.sum(model.apply(params, x) ** 2))(x)
+    np.testing.assert_allclose(grad(trained), grad(dense), rtol=0.1, atol=0.1)
+
+
 def l2_norm(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
 
