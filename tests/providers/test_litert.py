@@ -67,6 +67,17 @@ def test_gradients_go_straight_through_dynamic_ranges(key):
     np.testing.assert_allclose(grad(trained), grad(dense), rtol=0.1, atol=0.1)
 
 
+def test_embeddings_are_trained_outside_of_jit(key):
+    ids = jnp.arange(6).reshape(2, 3)
+    model = mt.quantize_model(nn.Embed(10, 8), mt.OdmlQatProvider(INT8))
+    variables = model.init(key, ids)
+    _, stats = model.apply(variables, ids, mutable=["quant_stats"])
+    loss = lambda p: jnp.sum(model.apply({"params": p, **stats}, ids) ** 2)
+    params = variables["params"]
+    grads = jax.grad(loss)(params), jax.jit(jax.grad(loss))(params)
+    np.testing.assert_allclose(*(g["embedding"] for g in grads), rtol=1e-5)
+
+
 def l2_norm(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
 

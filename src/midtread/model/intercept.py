@@ -111,11 +111,14 @@ def _cast(name: str, args: tuple, kwargs: dict) -> Any:
             return _PROMOTIONS[name](sources)
     elif any(map(is_boxed, sources)):
         return noted(_originals[name](*args, **kwargs), sources)
-    here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
+    # A cast of arrays makes other casts, which need not be noted too. Who handles every op has
+    # to see them: a tracer of grad is another after a cast to the dtype that it has.
+    closes = "bind" not in here.names
+    here.closed += closes
     try:
         out = _originals[name](*args, **kwargs)
     finally:
-        here.closed -= 1
+        here.closed -= closes
     return noted(out, sources)
 
 
