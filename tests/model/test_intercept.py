@@ -280,8 +280,10 @@ def test_signatures_and_floats_stay_as_they_were():
 def test_private_names_are_still_there():
     """Fails clearly when JAX moves what model/intercept.py relies on."""
     from jax._src.array import ArrayImpl
+    from jax._src.core import EvalTrace
 
     assert isinstance(X, ArrayImpl) and "__matmul__" in vars(ArrayImpl)
+    assert "process_primitive" in vars(EvalTrace)
 
     def body(x):
         y = x.astype(jnp.bfloat16).reshape(-1)

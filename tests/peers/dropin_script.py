@@ -364,6 +364,7 @@ def training_ops():
     tiles = dict.fromkeys(("tile_size", "dlhs_tile_size", "drhs_tile_size"), 32)
     for name, fields in {
         "tiles": {**all_four("int8"), "tile_size": 32},
+        "one tile": {**all_four("int8"), "tile_size": 64},
         "mx": {**all_four("mxfp8"), **tiles},
         "mx of floats": {**all_four("mxfp8"), **tiles, "use_original_residuals": True},
         "mx again": {**all_four("mxfp8"), **tiles, "dlhs_residual_qtype": "mxfp8", "drhs_residual_qtype": "mxfp8"},
@@ -509,6 +510,11 @@ def linen_training():
         "qat": [rule()],
         "qt": [rule(bwd_qtype="int8", bwd_weight_grad_tile_size=1.0)],
         "skip": [qwix.QtRule(module_path="conv"), rule(disable_channelwise_axes=True)],
+        # four tiles of the sum in "hidden", one in "out"
+        "tiles": [
+            qwix.QtRule(module_path="conv"),
+            rule(bwd_qtype="int8", tile_size=16),
+        ],
     }.items():
         net = qwix.quantize_model(Net(), qt.QtProvider(rules))
         loss = lambda p, net=net: jnp.sum(net.apply({"params": p}, x) ** 2)

@@ -55,6 +55,29 @@ def test_matmul_bias_and_relu_stay_together(x):
     ]
 
 
+def test_gradients_go_straight_through_dynamic_ranges(key):
+    """At both ends of a row's range too, which are its largest and its least element."""
+    dense, x = nn.Dense(8), jax.random.normal(key, (4, 8))
+    params = dense.init(key, x)
+    rule = mt.QuantizationRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=False
+    )
+    trained = mt.quantize_model(dense, mt.OdmlQatProvider([rule]))
+    grad = lambda model: jax.grad(lambda x: jnp.sum(model.apply(params, x) ** 2))(x)
+    np.testing.assert_allclose(grad(trained), grad(dense), rtol=0.1, atol=0.1)
+
+
+def test_embeddings_are_trained_outside_of_jit(key):
+    ids = jnp.arange(6).reshape(2, 3)
+    model = mt.quantize_model(nn.Embed(10, 8), mt.OdmlQatProvider(INT8))
+    variables = model.init(key, ids)
+    _, stats = model.apply(variables, ids, mutable=["quant_stats"])
+    loss = lambda p: jnp.sum(model.apply({"params": p, **stats}, ids) ** 2)
+    params = variables["params"]
+    grads = jax.grad(loss)(params), jax.jit(jax.grad(loss))(params)
+    np.testing.assert_allclose(*(g["embedding"] for g in grads), rtol=1e-5)
+
+
 def l2_norm(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
 

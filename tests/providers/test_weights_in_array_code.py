@@ -84,6 +84,11 @@ COMPUTED = {
     "integers": (lambda w: jnp.astype(w, int).astype(w.dtype), SQUARE),
 }
 CASES = MOVED | PRODUCTS | COMPUTED
+# what is not seen outside of jit: an alias of JAX's function, and look-ups that vmap makes
+NOT_SEEN = {
+    "plain": ["flip"],
+    "vmap": ["traced_index", "dynamic_index", "dynamic_slice"],
+}
 X = jax.random.normal(jax.random.key(1), (2, 8))
 
 
@@ -156,6 +161,36 @@ def test_linen():
     rule = mt.QtRule(weight_qtype="int8")
     trained = mt.quantize_model(model, mt.QtProvider([rule]))
     check_trained(jax.jit(trained.apply)({"params": params}, X), out)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_outside_of_jit_the_same_is_trained(kind):
+    """The tracers of grad and vmap wrap concrete arrays there, and nothing records what is
+    done to those."""
+    provider = mt.QtProvider([mt.QtRule(weight_qtype="int8")])
+    if kind == "linen":
+        model = mt.quantize_model(Linen(), provider)
+        params = Linen().init(jax.random.key(0), X)
+        call = model.apply
+    else:
+        graph, params = nnx.split(mt.quantize_model(Nnx(), provider, X))
+        call = lambda params, x: nnx.merge(graph, params)(x)
+
+    def loss(params):
+        out = call(params, X)
+        return sum(map(jnp.sum, jax.tree.leaves(out))), out
+
+    wanted, alone = jax.jit(call)(params, X), jax.tree.map(lambda a: a[None], params)
+    outs = {
+        "plain": call(params, X),
+        "grad": jax.grad(loss, has_aux=True)(params)[1],
+        "vmap": jax.tree.map(lambda a: a[0], jax.vmap(call, (0, None))(alone, X)),
+    }
+    for way, out in outs.items():
+        for name in set(CASES) - set(NOT_SEEN.get(way, ())):
+            np.testing.assert_allclose(
+                out[name], wanted[name], rtol=1e-4, atol=1e-4, err_msg=f"{way} {name}"
+            )
 
 
 def test_strict_is_an_error():

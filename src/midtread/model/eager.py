@@ -9,6 +9,9 @@ one (`intercept.remember`), in the terms in which a trace would have written it:
     astype, reshape, jnp.array ...    a cast, or a reshape
     x[i], jnp.split, lax.slice ...    a jit of that function, traced when it is called
 
+The tracers of grad and vmap wrap concrete arrays there. What is done to a tracer is done to
+the array that it wraps by one of JAX's primitives, which is noted as it is.
+
 Only parameters, and what was made of them, are noted. The same functions are given boxes, as
 quantized parameters are kept in a model: then they arrange the codes of the box anew.
 """
@@ -23,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from midtread.model import intercept, running
+from midtread.model import intercept, running, weights
 from midtread.model.caught import COPIES, VIEWS
 from midtread.model.intercept import Equation, is_boxed
+from midtread.model.moves import ACTS
 from midtread.ops.context import here
 
 # Where a function that turns an array is kept, and NumPy's function for it. The methods of
@@ -39,15 +43,19 @@ _TURNS = (
     (lax, "transpose", np.transpose),
 )
 _RESHAPES = ((jnp, "reshape"), (jnp, "ravel"), (lax, "reshape"))
+_METHODS = ("astype", "reshape", "ravel", "flatten", "copy")
+_MOVES = frozenset({*ACTS, "jit", "pjit"})  # primitives that may move a parameter
 
 
-def install(concrete: type) -> None:
-    """Replaces the functions that move arrays, and methods of the class of concrete arrays. A
-    trace records the methods of its own arrays."""
+def install(concrete: type, evaluator: type) -> None:
+    """Replaces the functions that move arrays, methods of the class of concrete arrays, and
+    that of the class by which primitives are evaluated. A trace of jit records the methods of
+    its own arrays."""
+    evaluator.process_primitive = _evaluating(evaluator.process_primitive)
     methods = [(concrete, n, getattr(np.ndarray, n)) for n in ("transpose", "swapaxes")]
     for owner, name, turn in (*methods, *_TURNS):
         setattr(owner, name, _noting(getattr(owner, name), turn))
-    methods = [(concrete, name) for name in ("astype", "reshape")]
+    methods = [(concrete, name) for name in _METHODS]
     for owner, name in (*methods, *_RESHAPES, *COPIES):
         setattr(owner, name, _noting(getattr(owner, name)))
     for name in ("T", "mT"):
@@ -55,6 +63,7 @@ def install(concrete: type) -> None:
         setattr(concrete, name, property(_noting(getattr(concrete, name).fget, turn)))
     concrete.__neg__ = _viewing(concrete.__neg__, operator.neg)
     concrete.squeeze = _viewing(concrete.squeeze, jnp.squeeze)
+    concrete.repeat = _viewing(concrete.repeat, jnp.repeat)
     concrete.__getitem__ = _viewing(concrete.__getitem__, operator.getitem)
     concrete.__iter__ = _iterating(concrete.__iter__)
     for library, names in VIEWS.items():
@@ -120,7 +129,7 @@ def _viewing(original: Callable, view: Callable | None = None) -> Callable:
             return original(a, *args, **kwargs)
         a = a.__jax_array__() if getattr(type(a), "is_boxed", False) else a
         out = original(a, *args, **kwargs)
-        if id(a) in here.casts and not isinstance(a, jax.core.Tracer):
+        if not isinstance(a, jax.core.Tracer) and _is_of_a_parameter(a):
             _remember_parts(view or original, out, a, args, kwargs)
         return out
 
@@ -142,8 +151,34 @@ def _iterating(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self):
-        if id(self) in here.casts and self.ndim:
+        if here.active and self.ndim and _is_of_a_parameter(self):
             return (self[i] for i in range(len(self)))
         return original(self)
 
     return wrapper
+
+
+# --- primitives -------------------------------------------------------------------------------
+
+
+def _evaluating(original: Callable) -> Callable:
+    """Makes the evaluation of a primitive note what it makes of a parameter."""
+
+    @functools.wraps(original)
+    def wrapper(self, primitive, args, params, /):
+        out = original(self, primitive, args, params)
+        if not here.active or here.engine or primitive.name not in _MOVES:
+            return out
+        if any(map(_is_of_a_parameter, args)):
+            for index, part in enumerate(out if primitive.multiple_results else [out]):
+                equation = Equation(primitive.name, params, list(args), index)
+                intercept.remember(part, equation)
+        return out
+
+    return wrapper
+
+
+def _is_of_a_parameter(x: Any) -> bool:
+    """Whether a concrete array is a parameter or was made from one. Those that Linen gives
+    out are noted; an NNX model holds its own."""
+    return id(x) in here.casts or any(weights.holds(call, x) for call in here.active)

@@ -111,11 +111,14 @@ def _cast(name: str, args: tuple, kwargs: dict) -> Any:
             return _PROMOTIONS[name](sources)
     elif any(map(is_boxed, sources)):
         return noted(_originals[name](*args, **kwargs), sources)
-    here.closed += 1  # a cast of arrays makes other casts, which need not be noted too
+    # A cast of arrays makes other casts, which need not be noted too. Who handles every op has
+    # to see them: a tracer of grad is another after a cast to the dtype that it has.
+    closes = "bind" not in here.names
+    here.closed += closes
     try:
         out = _originals[name](*args, **kwargs)
     finally:
-        here.closed -= 1
+        here.closed -= closes
     return noted(out, sources)
 
 
@@ -181,7 +184,7 @@ def install() -> None:
             others = getattr(jnp.linalg, name), getattr(jnp, name)
             setattr(jnp.linalg, name, _while_running(*others))
         concrete, tracers = array_classes()
-        eager.install(concrete)
+        eager.install(concrete, _evaluator())
         _catch_operators(concrete)
         _catch_operators(tracers)
         pl.pallas_call = _opaque(pl.pallas_call)
@@ -329,6 +332,14 @@ def array_classes() -> tuple[type, type]:
     from jax._src.array import ArrayImpl
 
     return ArrayImpl, jax.core.Tracer
+
+
+def _evaluator() -> type:
+    """Returns the class of the trace that evaluates primitives of concrete arrays, which the
+    tracers of grad and vmap outside of jit end in. It is private in JAX."""
+    from jax._src.core import EvalTrace
+
+    return EvalTrace
 
 
 def _catch_operators(cls: type) -> None:

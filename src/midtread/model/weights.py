@@ -85,6 +85,12 @@ def params_near(call: Any, module: Any) -> list[dict[int, tuple[Any, Any, str]]]
     return known
 
 
+def holds(call: Any, x: Any) -> bool:
+    """Whether an array is a parameter that the NNX model of this call holds."""
+    is_nnx = isinstance(call.model, nnx.Module)
+    return is_nnx and id(x) in _inside(call, call.model).params
+
+
 class _Inside(NamedTuple):
     """What an NNX module holds. It keeps the module: the id() of one gone is used again."""
 

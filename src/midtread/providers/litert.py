@@ -353,7 +353,9 @@ class OdmlQatProvider(Kinds, Matmuls, QuantizationProvider):
         return jax.lax.stop_gradient(scale.reshape(()) * of_weight)
 
     def _dynamic(self, x: jax.Array, spec: Spec) -> jax.Array:
-        range_ = calibrate(jax.lax.stop_gradient(x), spec)
+        # The largest element is at the bound that is made of it: of its gradient one half comes
+        # through the clip and the other through the bound.
+        range_ = calibrate(x, spec)
         return _straight_through(range_, grid_of(range_, spec), x)
 
     def _constant(self, x: jax.Array, rule, change=lambda x: x) -> jax.Array:

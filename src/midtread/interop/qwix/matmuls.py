@@ -314,12 +314,24 @@ class QwixStep(Step):
     quantizes_tiles_again = False
 
 
+def is_whole_tile(tile_size: Any, c: Contraction, lhs: Any, rhs: Any) -> bool:
+    """Whether one tile is as long as the sum. Qwix reads tiles off the shape of a scale, so that
+    to it such an operand has none, and the backward takes its codes."""
+    sides = zip(c.tiled, (c.lhs, c.rhs), (lhs, rhs))
+    return all(
+        last is not None and x.shape[labels.index(last)] == tile_size
+        for last, labels, x in sides
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Collecting(QtConfig):
     lhs_collect_quant_stat: Collect | None = None
     rhs_collect_quant_stat: Collect | None = None
 
     def execute(self, c: Contraction, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if is_whole_tile(self.tile_size, c, lhs, rhs):
+            return dataclasses.replace(self, tile_size=None).execute(c, lhs, rhs)
         recipe = self.recipe()
         if recipe.sparsity is not None:  # before anything is measured
             rhs = recipe.sparsity.apply(rhs)

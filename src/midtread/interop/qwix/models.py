@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from midtread.interop.qwix.arrays import HowToQuantize
-from midtread.interop.qwix.matmuls import QwixStep
+from midtread.interop.qwix.matmuls import QwixStep, is_whole_tile
 from midtread.model import flaxlib, intercept, running, weights
 from midtread.model.boxes import WithAux
 from midtread.model.provider import QuantizationProvider
@@ -167,6 +167,16 @@ def recipe_for(
     return recipe_of(rule, lhs_is_weight, rhs_is_weight)
 
 
+_train = QtProvider._train
+
+
+def train(self: QtProvider, rule: QtRule, op_id: str, c: Any, lhs: Any, rhs: Any):
+    """One tile that is as long as the sum is none to Qwix."""
+    if is_whole_tile(rule.tile_size, c, lhs, rhs):
+        rule = dataclasses.replace(rule, tile_size=None)
+    return _train(self, rule, op_id, c, lhs, rhs)
+
+
 _source, _note_computed = PtqProvider._source, PtqProvider._note_computed
 
 
@@ -193,6 +203,7 @@ _HOOKS: list[tuple[type, str, Any, Any]] = [
     (QuantizationProvider, "process_model_inputs", process_model_inputs,
      QuantizationProvider.process_model_inputs),
     (QtProvider, "recipe_for", recipe_for, QtProvider.recipe_for),
+    (QtProvider, "_train", train, _train),
     (Step, "tiled_sum", QwixStep.tiled_sum, Step.tiled_sum),
     (Step, "quantizes_tiles_again", QwixStep.quantizes_tiles_again,
      Step.quantizes_tiles_again),
