@@ -188,9 +188,19 @@ def test_others_are_refused_with_the_nearest():
         ({"hidden_act": "relu"}, "hidden_act='relu'; known are silu"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
         ({"num_key_value_heads": 3}, "is not a multiple of"),
+        ({"partial_rotary_factor": 0.5}, "turns whole heads of Llama"),
     ):
         with pytest.raises(UsageError, match=words):
             config_json.settings_of({**llama, **wrong}, "a folder")
+
+
+def test_a_model_that_turns_parts_of_heads_is_a_phi3():
+    """Transformers turns whole heads of a Llama, whatever its config.json says."""
+    llama = json.loads((ROOT / "llama2" / "config.json").read_text())
+    m = Model(**config_json.settings_of(llama, "llama2"), partial_rotary_factor=0.5)
+    arch, about = config_json.config_of(m)
+    assert arch.model_type == "phi3"
+    assert Model(**config_json.settings_of(about, "again")) == m
 
 
 def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):

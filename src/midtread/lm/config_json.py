@@ -186,6 +186,11 @@ def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str
         out[name] = _Reader(near, where)("rope_theta", name, None)
     share = number("partial_rotary_factor", "partial_rotary_factor", 1.0)
     if share != 1:
+        require(
+            arch.can_turn_part,
+            f"{where}: config.json has partial_rotary_factor={share:g}, but transformers "
+            f"turns whole heads of {arch.models}. Write 1 there if it was trained so.",
+        )
         out["partial_rotary_factor"] = share
     kind = given.get("rope_type", given.get("type", "default"))
     if isinstance(kind, str):
@@ -266,7 +271,7 @@ def config_of(m: Model) -> tuple[Architecture, dict[str, Any]]:
         try:
             other = Model(**settings_of(config, arch.model_type))
         except UsageError as error:
-            missing = (99, f"{arch}: {error}")
+            missing = (99, f"{arch}: {str(error).rstrip('.')}")
         else:
             wrong = [k for k in _compared(m) if _value(other, k) != _value(m, k)]
             if not wrong:
