@@ -20,6 +20,7 @@ from midtread.lm import (
     convert,
     data,
     huggingface,
+    rope,
     settings,
 )
 from midtread.lm import cache as kv
@@ -201,6 +202,22 @@ def test_a_model_that_turns_parts_of_heads_is_a_phi3():
     arch, about = config_json.config_of(m)
     assert arch.model_type == "phi3"
     assert Model(**config_json.settings_of(about, "again")) == m
+
+
+def test_one_mscale_alone_is_not_used():
+    """Transformers takes mscale and mscale_all_dim together, or neither."""
+    config = json.loads((ROOT / "deepseek_v3" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
+
+    def turns(**given):
+        about = {**config, "rope_parameters": {"rope_theta": 1e4, **yarn, **given}}
+        return rope.of(Model(**config_json.settings_of(about, "a folder")))
+
+    plain = 0.1 * np.log(4) + 1
+    for given in ({}, {"mscale": 0.7}, {"mscale_all_dim": 0.7}):
+        assert turns(**given).gain == pytest.approx(plain)
+    both = turns(mscale=0.7, mscale_all_dim=0.4).gain
+    assert both == pytest.approx((0.07 * np.log(4) + 1) / (0.04 * np.log(4) + 1))
 
 
 def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):

@@ -222,6 +222,9 @@ def _stretch(arch: Architecture, kind: str, config: Mapping[str, Any], where: st
         both = [config.get(k) for k in ("mscale", "mscale_all_dim")]
         if arch.keys.get("attention_type") == "mla":
             given |= {k: v for k, v in zip(("mscale", "mscale_all_dim"), both) if v}
+            if any(both) and not all(both) and "attention_factor" not in given:
+                factor = _as_number(given.get("factor"), where)
+                given["attention_factor"] = max(0.1 * math.log(factor) + 1, 1.0)
         elif all(both) and "attention_factor" not in given:
             factor = _as_number(given.get("factor"), where)
             grown = [0.1 * _as_number(x, where) * math.log(factor) + 1 for x in both]
