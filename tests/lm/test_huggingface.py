@@ -277,6 +277,19 @@ def test_a_folder_without_a_tokenizer_takes_one(talker, capsys):
     assert capsys.readouterr().out.startswith("hi")
 
 
+def test_an_end_mark_of_an_unusual_name_is_known_by_its_number(talker, capsys):
+    """config.json has 2 as its eos_token_id, and none of the usual names is there."""
+    file = talker / "tokenizer.json"
+    file.write_text(file.read_text().replace("</s>", "<end>"))
+    (talker / "tokenizer_config.json").unlink()
+    ((_, config),) = settings.load_checkpoints([str(talker)])
+    assert tokenizer(config).end == 2
+    about = hf.read_json(talker / "config.json") | {"eos_token_id": None}
+    (talker / "config.json").write_text(json.dumps(about))
+    assert cli.main(["generate", str(talker), "prompt=hi"]) == 2
+    assert "Name it as eos_token in a tokenizer_config" in capsys.readouterr().err
+
+
 def test_a_model_is_asked_by_its_template_and_judged_by_windows(talker, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a bit of text, to be judged by. " * 3)
