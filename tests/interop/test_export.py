@@ -93,6 +93,18 @@ def test_a_float_folder_is_exported(folder, tmp_path, name):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("name", list(targets.TARGETS))
+def test_a_folder_of_16_bits_is_exported(tmp_path, name, dtype):
+    """Most models are published so, and nvfp4's scales need more than bfloat16."""
+    write_tensors(tmp_path / "in", tensors(dtype=dtype), CONFIG)
+    source = Folder(tmp_path / "in")
+    again = quantized.open_model(export.export(source, tmp_path / "out", name))
+    want = source.read(UP).astype(np.float32)
+    loss = np.linalg.norm(values(again.read(UP)) - want) / np.linalg.norm(want)
+    assert loss < MOST[targets.TARGETS[name].qtype]
+
+
 @pytest.mark.parametrize("name", list(gguf_export.KINDS))
 def test_a_float_folder_becomes_gguf(folder, tmp_path, name):
     path = export.export(folder, tmp_path / "out.gguf", name)
