@@ -105,6 +105,21 @@ def test_a_folder_of_16_bits_is_exported(tmp_path, name, dtype):
     assert loss < MOST[targets.TARGETS[name].qtype]
 
 
+@pytest.mark.parametrize("rows", [96, 288])
+def test_the_last_block_may_be_cut_off(tmp_path, rows):
+    """DeepSeek-V3 has 576 rows in a matrix, and blocks of 128."""
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    want = np.random.default_rng(0).normal(size=(rows, 256)).astype(np.float32)
+    write_tensors(tmp_path / "in", {name: want}, CONFIG)
+    path = export.export(Folder(tmp_path / "in"), tmp_path / "out", "fp8_block")
+    stored = Folder(path)
+    assert stored.tensors[name].shape == (rows, 256)
+    assert stored.tensors[f"{name}_scale"].shape == (-(-rows // 128), 2)
+    exact = targets.quantized(want, targets.spec_of(targets.TARGETS["fp8_block"]))
+    again = values(quantized.open_model(path).read(name))
+    np.testing.assert_array_equal(again, values(exact))
+
+
 @pytest.mark.parametrize("name", list(gguf_export.KINDS))
 def test_a_float_folder_becomes_gguf(folder, tmp_path, name):
     path = export.export(folder, tmp_path / "out.gguf", name)
