@@ -78,6 +78,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         out |= arch.windows(config)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    size = out.get("sliding_window_size", 0)
+    require(
+        type(size) is int,
+        f"{where}: config.json has sliding_window={size!r:.80}, which should be an int.",
+    )
     if out.get("num_experts", 2) == 1:
         raise UsageError(f"{where}: a single expert is not supported: it is an MLP.")
     return _checked(out, where)
