@@ -209,6 +209,19 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, name, wrong):
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("name", ["w4a16", "gptq", "mlx4", "q4_0"])
+def test_scales_that_are_not_finite_are_refused(folder, tmp_path, name):
+    export.export(folder, tmp_path / "coded", "w4a16", group_size=32)
+    coded = Folder(tmp_path / "coded")
+    held = {k: coded.read(k).copy() for k in coded.tensors}
+    held[f"{UP}_scale"][3, 5] = np.nan
+    write_tensors(tmp_path / "damaged", held, coded.config)
+    path = tmp_path / ("out.gguf" if name in gguf_export.KINDS else "out")
+    with pytest.raises(ValueError, match="up_proj.* (NaN|nan)"):
+        export.export(quantized.open_model(tmp_path / "damaged"), path, name)
+    assert not list(tmp_path.glob("out*"))
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_words_that_rows_do_not_fill_are_refused_before_a_byte(tmp_path, name):
     held = {UP: np.ones((20, 256), np.float32)}
