@@ -527,7 +527,8 @@ def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
             return block.astype(E4M3), np.array([whole])
     raise layouts.refuse(
         where,
-        "its scales are not e4m3 numbers over one float32. Quantize it to nvfp4 here",
+        "its scales are not e4m3 numbers over one float32 (in bfloat16 none are). Export "
+        "the float model, or quantize it with weight_dtype=float32",
     )
 
 
