@@ -202,7 +202,7 @@ def test_a_model_that_turns_parts_of_heads_is_a_phi3():
     llama = json.loads((ROOT / "llama2" / "config.json").read_text())
     m = Model(**config_json.settings_of(llama, "llama2"), partial_rotary_factor=0.5)
     arch, about = config_json.config_of(m)
-    assert arch.model_type == "phi3"
+    assert arch.model_type == "phi3" and about["pad_token_id"] is None
     assert Model(**config_json.settings_of(about, "again")) == m
 
 

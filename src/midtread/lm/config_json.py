@@ -316,6 +316,7 @@ def _config(m: Model, arch: Architecture) -> dict[str, Any]:
         "num_key_value_heads": m.num_kv_heads,
         "tie_word_embeddings": m.logits_via_embedding,
         "max_position_embeddings": m.max_target_length,
+        "pad_token_id": None,  # Phi-3's default is 32000, which small tables lack
     }
     for name, (key, _) in {**COMMON, **arch.also}.items():
         value = getattr(m, key)
