@@ -93,6 +93,33 @@ def test_a_float_folder_is_exported(folder, tmp_path, name):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("name", list(targets.TARGETS))
+def test_a_folder_of_16_bits_is_exported(tmp_path, name, dtype):
+    """Most models are published so, and nvfp4's scales need more than bfloat16."""
+    write_tensors(tmp_path / "in", tensors(dtype=dtype), CONFIG)
+    source = Folder(tmp_path / "in")
+    again = quantized.open_model(export.export(source, tmp_path / "out", name))
+    want = source.read(UP).astype(np.float32)
+    loss = np.linalg.norm(values(again.read(UP)) - want) / np.linalg.norm(want)
+    assert loss < MOST[targets.TARGETS[name].qtype]
+
+
+@pytest.mark.parametrize("rows", [96, 288])
+def test_the_last_block_may_be_cut_off(tmp_path, rows):
+    """DeepSeek-V3 has 576 rows in a matrix, and blocks of 128."""
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    want = np.random.default_rng(0).normal(size=(rows, 256)).astype(np.float32)
+    write_tensors(tmp_path / "in", {name: want}, CONFIG)
+    path = export.export(Folder(tmp_path / "in"), tmp_path / "out", "fp8_block")
+    stored = Folder(path)
+    assert stored.tensors[name].shape == (rows, 256)
+    assert stored.tensors[f"{name}_scale"].shape == (-(-rows // 128), 2)
+    exact = targets.quantized(want, targets.spec_of(targets.TARGETS["fp8_block"]))
+    again = values(quantized.open_model(path).read(name))
+    np.testing.assert_array_equal(again, values(exact))
+
+
 @pytest.mark.parametrize("name", list(gguf_export.KINDS))
 def test_a_float_folder_becomes_gguf(folder, tmp_path, name):
     path = export.export(folder, tmp_path / "out.gguf", name)
@@ -179,6 +206,19 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, name, wrong):
     path = tmp_path / ("out.gguf" if name in gguf_export.KINDS else "out")
     with pytest.raises(ValueError, match="up_proj.* (NaN|nan|inf)"):
         export.export(Folder(tmp_path / "float"), path, name)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "gptq", "mlx4", "q4_0"])
+def test_scales_that_are_not_finite_are_refused(folder, tmp_path, name):
+    export.export(folder, tmp_path / "coded", "w4a16", group_size=32)
+    coded = Folder(tmp_path / "coded")
+    held = {k: coded.read(k).copy() for k in coded.tensors}
+    held[f"{UP}_scale"][3, 5] = np.nan
+    write_tensors(tmp_path / "damaged", held, coded.config)
+    path = tmp_path / ("out.gguf" if name in gguf_export.KINDS else "out")
+    with pytest.raises(ValueError, match="up_proj.* (NaN|nan)"):
+        export.export(quantized.open_model(tmp_path / "damaged"), path, name)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -20,6 +20,7 @@ from midtread.lm import (
     convert,
     data,
     huggingface,
+    rope,
     settings,
 )
 from midtread.lm import cache as kv
@@ -188,9 +189,37 @@ def test_others_are_refused_with_the_nearest():
         ({"hidden_act": "relu"}, "hidden_act='relu'; known are silu"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
         ({"num_key_value_heads": 3}, "is not a multiple of"),
+        ({"partial_rotary_factor": 0.5}, "turns whole heads of Llama"),
+        ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window='8', which"),
+        ({"model_type": "mistral", "sliding_window": True}, "should be an int"),
     ):
         with pytest.raises(UsageError, match=words):
             config_json.settings_of({**llama, **wrong}, "a folder")
+
+
+def test_a_model_that_turns_parts_of_heads_is_a_phi3():
+    """Transformers turns whole heads of a Llama, whatever its config.json says."""
+    llama = json.loads((ROOT / "llama2" / "config.json").read_text())
+    m = Model(**config_json.settings_of(llama, "llama2"), partial_rotary_factor=0.5)
+    arch, about = config_json.config_of(m)
+    assert arch.model_type == "phi3" and about["pad_token_id"] is None
+    assert Model(**config_json.settings_of(about, "again")) == m
+
+
+def test_one_mscale_alone_is_not_used():
+    """Transformers takes mscale and mscale_all_dim together, or neither."""
+    config = json.loads((ROOT / "deepseek_v3" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
+
+    def turns(**given):
+        about = {**config, "rope_parameters": {"rope_theta": 1e4, **yarn, **given}}
+        return rope.of(Model(**config_json.settings_of(about, "a folder")))
+
+    plain = 0.1 * np.log(4) + 1
+    for given in ({}, {"mscale": 0.7}, {"mscale_all_dim": 0.7}):
+        assert turns(**given).gain == pytest.approx(plain)
+    both = turns(mscale=0.7, mscale_all_dim=0.4).gain
+    assert both == pytest.approx((0.07 * np.log(4) + 1) / (0.04 * np.log(4) + 1))
 
 
 def test_what_is_no_model_is_answered(tmp_path, monkeypatch, capsys):
@@ -248,6 +277,19 @@ def test_a_folder_without_a_tokenizer_takes_one(talker, capsys):
     more = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
     assert cli.main([*words, *more]) == 0
     assert capsys.readouterr().out.startswith("hi")
+
+
+def test_an_end_mark_of_an_unusual_name_is_known_by_its_number(talker, capsys):
+    """config.json has 2 as its eos_token_id, and none of the usual names is there."""
+    file = talker / "tokenizer.json"
+    file.write_text(file.read_text().replace("</s>", "<end>"))
+    (talker / "tokenizer_config.json").unlink()
+    ((_, config),) = settings.load_checkpoints([str(talker)])
+    assert tokenizer(config).end == 2
+    about = hf.read_json(talker / "config.json") | {"eos_token_id": None}
+    (talker / "config.json").write_text(json.dumps(about))
+    assert cli.main(["generate", str(talker), "prompt=hi"]) == 2
+    assert "Name it as eos_token in a tokenizer_config" in capsys.readouterr().err
 
 
 def test_a_model_is_asked_by_its_template_and_judged_by_windows(talker, tmp_path):

@@ -366,9 +366,12 @@ def write(
     Raises:
         ValueError: compressed-tensors cannot say this array.
     """
-    if q.ndim != 2 or q.logical is not None or layouts.asks_of_inputs(q):
-        raise layouts.refuse(where, f"{q!r} is no plain matrix")
     name = q.format.name
+    # The last block of e4m3 codes may be cut off, as in DeepSeek's 576 rows of 128.
+    has_blocks = name == "float8_e4m3fn" and q.ndim == 2 and min(q.scale_tile_shape) > 1
+    is_padded = q.logical is not None and not has_blocks
+    if q.ndim != 2 or is_padded or layouts.asks_of_inputs(q):
+        raise layouts.refuse(where, f"{q!r} is no plain matrix")
     if name in ("nvfp4", "mxfp4"):
         return _write_four_bits(q, activations, where)
     if name == "float8_e4m3fn":
@@ -379,7 +382,8 @@ def write(
             json.dumps(kind | args),
             _dynamic(8, "float", args) if activations else "{}",
         )
-        codes = np.asarray(q.qvalue)
+        rows, columns = q.shape
+        codes = np.ascontiguousarray(np.asarray(q.qvalue)[:rows, :columns])
         return scheme, {"weight": codes, "weight_scale": scale}
     if not layouts.is_signed(q.format, range(2, 9)):
         raise layouts.refuse(
@@ -523,7 +527,8 @@ def _two_levels(scale: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
             return block.astype(E4M3), np.array([whole])
     raise layouts.refuse(
         where,
-        "its scales are not e4m3 numbers over one float32. Quantize it to nvfp4 here",
+        "its scales are not e4m3 numbers over one float32 (in bfloat16 none are). Export "
+        "the float model, or quantize it with weight_dtype=float32",
     )
 
 

@@ -212,6 +212,10 @@ def _check_codes(source: Any, name: str, target: Target) -> Any:
     """Returns the scheme of a weight that is quantized already, if it is what the target is
     called."""
     q, module = source.read(name), name.removesuffix(".weight")
+    if not np.isfinite(np.asarray(q.scale, np.float32)).all():
+        raise ValueError(
+            f"{source.name}: {name!r} has scales that are NaN or infinite."
+        )
     why = f"which is not {target.name} ({target.qtype}, {tile_words(target)})."
     if q.format.name == target.qtype:
         try:

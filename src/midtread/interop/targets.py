@@ -134,8 +134,9 @@ def quantized(x: np.ndarray, spec: Spec) -> QArray:
     """Returns a matrix rounded to nearest, in numpy arrays: some rows at a time if it is
     large."""
     step = max(ROWS_AT_ONCE // x.shape[1] // 128, 1) * 128
-    if spec.format.scale == "two_level":  # there is a scale of the whole matrix
-        step = len(x)
+    if spec.format.scale == "two_level":
+        # There is a scale of the whole matrix, and bfloat16 does not hold its multiples.
+        step, x = len(x), x.astype(np.float32)
     pieces = [_quantize(x[i : i + step], spec) for i in range(0, len(x), step)]
     join = lambda *parts: np.concatenate([np.asarray(part) for part in parts])
     q = jax.tree.map(join, *pieces)

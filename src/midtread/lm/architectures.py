@@ -164,6 +164,7 @@ class Architecture:
         None  # rope_theta of layers with a window; None: the same
     )
     rope_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old names
+    can_turn_part: bool = False  # whether transformers reads partial_rotary_factor
 
     def __str__(self) -> str:
         return f"{self.model_type} ({self.models})"
@@ -333,7 +334,7 @@ ARCHITECTURES = [
     Architecture(
         "phi3", "Phi-3, Phi-3.5, Phi-4",
         keys=LLAMA_LIKE, also=DENSE, only=NO_BIAS, names=FUSED, windows=_everywhere,
-        class_name="Phi3ForCausalLM",
+        class_name="Phi3ForCausalLM", can_turn_part=True,
         rope_kinds={"su": "longrope", "yarn": "longrope"},
     ),
     Architecture(

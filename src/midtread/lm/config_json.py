@@ -78,6 +78,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         out |= arch.windows(config)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    size = out.get("sliding_window_size", 0)
+    require(
+        type(size) is int,
+        f"{where}: config.json has sliding_window={size!r:.80}, which should be an int.",
+    )
     if out.get("num_experts", 2) == 1:
         raise UsageError(f"{where}: a single expert is not supported: it is an MLP.")
     return _checked(out, where)
@@ -186,6 +191,11 @@ def _rope(arch: Architecture, config: Mapping[str, Any], where: str) -> dict[str
         out[name] = _Reader(near, where)("rope_theta", name, None)
     share = number("partial_rotary_factor", "partial_rotary_factor", 1.0)
     if share != 1:
+        require(
+            arch.can_turn_part,
+            f"{where}: config.json has partial_rotary_factor={share:g}, but transformers "
+            f"turns whole heads of {arch.models}. Write 1 there if it was trained so.",
+        )
         out["partial_rotary_factor"] = share
     kind = given.get("rope_type", given.get("type", "default"))
     if isinstance(kind, str):
@@ -217,6 +227,9 @@ def _stretch(arch: Architecture, kind: str, config: Mapping[str, Any], where: st
         both = [config.get(k) for k in ("mscale", "mscale_all_dim")]
         if arch.keys.get("attention_type") == "mla":
             given |= {k: v for k, v in zip(("mscale", "mscale_all_dim"), both) if v}
+            if any(both) and not all(both) and "attention_factor" not in given:
+                factor = _as_number(given.get("factor"), where)
+                given["attention_factor"] = max(0.1 * math.log(factor) + 1, 1.0)
         elif all(both) and "attention_factor" not in given:
             factor = _as_number(given.get("factor"), where)
             grown = [0.1 * _as_number(x, where) * math.log(factor) + 1 for x in both]
@@ -266,7 +279,7 @@ def config_of(m: Model) -> tuple[Architecture, dict[str, Any]]:
         try:
             other = Model(**settings_of(config, arch.model_type))
         except UsageError as error:
-            missing = (99, f"{arch}: {error}")
+            missing = (99, f"{arch}: {str(error).rstrip('.')}")
         else:
             wrong = [k for k in _compared(m) if _value(other, k) != _value(m, k)]
             if not wrong:
@@ -303,6 +316,7 @@ def _config(m: Model, arch: Architecture) -> dict[str, Any]:
         "num_key_value_heads": m.num_kv_heads,
         "tie_word_embeddings": m.logits_via_embedding,
         "max_position_embeddings": m.max_target_length,
+        "pad_token_id": None,  # Phi-3's default is 32000, which small tables lack
     }
     for name, (key, _) in {**COMMON, **arch.also}.items():
         value = getattr(m, key)

@@ -5,9 +5,9 @@
     sentencepiece    a .model file; its end mark is the model's own
 
 A document is ended by its tokenizer's end mark: what the files beside tokenizer.json call
-eos_token, or else the first of END_MARKS that it has. `begin` is what a text begins with, if
-the tokenizer puts something there. A tokenizer with more tokens than the model has rows is
-refused.
+eos_token, or else the first of END_MARKS that it has, or else the number that they call
+eos_token_id. `begin` is what a text begins with, if the tokenizer puts something there. A
+tokenizer with more tokens than the model has rows is refused.
 
 `chat` is the template of a model that was taught to talk, in jinja2: text that the model
 was published with, run in a sandbox, with messages in and a prompt out.
@@ -115,10 +115,12 @@ def _huggingface(path: str) -> Tokenizer:
         ) from None
     marks = [says.marks.get("eos_token", ""), *END_MARKS]
     ends = [inner.token_to_id(mark) for mark in marks if mark]
+    ends += [i for i in says.ends if 0 <= i < inner.get_vocab_size()]
     end = next((i for i in ends if i is not None), None)
     require(
         end is not None,
-        f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}.",
+        f"tokenizer_path={path} has no end mark: none of {', '.join(END_MARKS)}. "
+        "Name it as eos_token in a tokenizer_config.json beside that file.",
     )
     encode = lambda text: inner.encode(text, add_special_tokens=False).ids
     # An empty text is encoded to what the tokenizer puts around every text.
