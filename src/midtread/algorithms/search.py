@@ -166,17 +166,17 @@ class _Model:
 
     def weights_of(self, other: Any, params: Any) -> dict[tuple, jax.Array]:
         """{path: float array} of another model's parameters that are weights here."""
-        if not isinstance(other, nnx.Module) and params is None:
+        if isinstance(other, nnx.Module):
+            if params is not None:
+                raise ValueError(
+                    "the other model is an NNX module, which holds its parameters: leave out "
+                    "other_params."
+                )
+            at = functools.partial(flaxlib.value_at, other)
+        elif params is None:
             raise ValueError(
                 "the other model's weights are not in it: give other_params=..., too."
             )
-        if isinstance(other, nnx.Module) and params is not None:
-            raise ValueError(
-                "the other model is an NNX module, which holds its parameters: leave out "
-                "other_params."
-            )
-        if isinstance(other, nnx.Module):
-            at = functools.partial(flaxlib.value_at, other)
         elif isinstance(other, nn.Module):
             at = functools.partial(flaxlib.value_at, params["params"])
         else:
