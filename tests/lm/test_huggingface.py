@@ -292,6 +292,14 @@ def test_an_end_mark_of_an_unusual_name_is_known_by_its_number(talker, capsys):
     assert "Name it as eos_token in a tokenizer_config" in capsys.readouterr().err
 
 
+def test_a_trained_run_says_what_ends_a_text(talker):
+    """In config.json, once exported; a run of bytes has no tokenizer.json beside it."""
+    ((_, config),) = settings.load_checkpoints([str(talker)])
+    assert huggingface._ends(config) == {"eos_token_id": [1, 2]}
+    bytes_ = dataclasses.replace(config, tokenizer_type="byte", tokenizer_path="")
+    assert huggingface._ends(bytes_) == {}
+
+
 def test_a_model_is_asked_by_its_template_and_judged_by_windows(talker, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a bit of text, to be judged by. " * 3)

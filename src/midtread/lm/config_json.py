@@ -23,6 +23,13 @@ from midtread.lm.architectures import (
 from midtread.lm.config import Model, keys
 from midtread.lm.usage import UsageError, require
 
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
+
 # --- config.json as keys ----------------------------------------------------------------------
 
 
@@ -113,8 +120,8 @@ class _Reader:
         )
         require(
             fits and (kind is not float or math.isfinite(value)),
-            f"{self.where}: config.json has {name}={value!r:.80}, which should be a "
-            f"{kind.__name__}.",
+            f"{self.where}: config.json has {name}={value!r:.80}, which should be "
+            f"{_WORDS.get(kind, kind.__name__)}.",
         )
         return kind(value)
 

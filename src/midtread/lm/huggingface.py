@@ -359,7 +359,19 @@ def _trained(config: Config, run: str) -> hf.Tree:
     tree = flax.traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
     m, tree = _with_plain_embedding(m, tree)
     arch, about = config_json.config_of(m)
+    about |= _ends(config)
     return hf.Tree(tree, architectures.table(m, arch), about, run, _files_of(run))
+
+
+def _ends(config: Config) -> dict[str, Any]:
+    """Returns the tokens that end a text, for config.json: without them transformers takes an
+    architecture's own."""
+    from midtread.lm import tokenizer as tokenizers
+
+    if not config.tokenizer_path:
+        return {}
+    ends = [*dict.fromkeys(tokenizers.tokenizer(config).stops)]
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _files_of(run: str) -> list[pathlib.Path]:
@@ -381,7 +393,9 @@ def _quantized(config: Config, run: str, origin: pathlib.Path | None) -> hf.Tree
         tree[path] = value.array if isinstance(value, WithAux) else value
     m, tree = _with_plain_embedding(m, tree)
     arch, about = config_json.config_of(m)
-    if origin is not None:  # what it was imported from says more
+    if origin is None:
+        about |= _ends(config)
+    else:  # what it was imported from says more
         about = open_model(origin).config
         arch = architectures.architecture(about, run)
     return hf.Tree(tree, architectures.table(m, arch), about, run, _files_of(run))
