@@ -126,14 +126,14 @@ def plan_hopper(a: Matmul, env: Env) -> Grouped | Refusal:
         return Refusal(f"{sizes.num_rows} rows of {n} are too many bytes for 32 bits")
     if num_groups >= MOST_GROUPS:
         return Refusal(f"{num_groups} groups: their first rows fill the shared memory")
-    choices = _choices(fmt, sizes)
-    if not choices:
+    cuts = _cuts(fmt, sizes)
+    if not cuts:
         what = f"{sizes.shape} codes in {sizes.tiles} tiles of the sum"
         return Refusal(f"{what} do not divide into blocks")
-    return Grouped(fmt, sizes, choices, True, env.is_interpreted)
+    return Grouped(fmt, sizes, cuts, True, env.is_interpreted)
 
 
-def _choices(fmt: Format, sizes: Sizes):
+def _cuts(fmt: Format, sizes: Sizes):
     _, k, n = sizes.shape
     group = None if sizes.tiles == 1 else k // sizes.tiles
     return tuned.grouped_cuts(fmt, sizes.each, (k, n), group)
@@ -166,10 +166,10 @@ def _hopper_call(plan: Grouped) -> Callable:
     def kernel(x, codes, scale, sizes):
         num_groups, k, n = codes.shape
         own = Sizes(len(x), codes.shape, scale.shape[1])
-        choices = plan.blocks if own == plan.sizes else _choices(fmt, own)
-        if not choices:  # a device's part of sharded weights may be too narrow
+        cuts = plan.blocks if own == plan.sizes else _cuts(fmt, own)
+        if not cuts:  # a device's part of sharded weights may be too narrow
             return plain(x, codes, scale, sizes)
-        options = {"fmt": fmt, "choices": choices, "interpret": plan.is_interpreted}
+        options = {"fmt": fmt, "cuts": cuts, "interpret": plan.is_interpreted}
         bytes_GKB = decoding.as_bytes(codes.reshape(num_groups * k, n))
         bytes_GKB = bytes_GKB.reshape(num_groups, k, -1)
         return hopper_grouped.grouped_matmul(x, bytes_GKB, scale, sizes, **options)
