@@ -191,7 +191,7 @@ def test_others_are_refused_with_the_nearest():
         ({"num_key_value_heads": 3}, "is not a multiple of"),
         ({"partial_rotary_factor": 0.5}, "turns whole heads of Llama"),
         ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window='8', which"),
-        ({"model_type": "mistral", "sliding_window": True}, "should be an int"),
+        ({"model_type": "mistral", "sliding_window": True}, "be a whole number"),
     ):
         with pytest.raises(UsageError, match=words):
             config_json.settings_of({**llama, **wrong}, "a folder")

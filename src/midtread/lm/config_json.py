@@ -88,7 +88,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     size = out.get("sliding_window_size", 0)
     require(
         type(size) is int,
-        f"{where}: config.json has sliding_window={size!r:.80}, which should be an int.",
+        f"{where}: config.json has sliding_window={size!r:.80}, which should be "
+        f"{_WORDS[int]}.",
     )
     if out.get("num_experts", 2) == 1:
         raise UsageError(f"{where}: a single expert is not supported: it is an MLP.")

@@ -36,9 +36,7 @@ from midtread.numerics.formats import Format, dtype_bits
 class DecodeBlocks:
     k: int = 64  # rows of the weight in one buffer
     stages: int = 4  # buffers of a ring, 2 or more
-    ahead: int | None = (
-        None  # blocks under way at most, for which there may be more buffers
-    )
+    ahead: int | None = None  # blocks under way at most; there may be more buffers
     wide: int = 1  # of a program's four accumulators, how many a warpgroup has
     deep: int = 1  # rings, each with its own warpgroups
     split: int = 1  # programs that share a sum
